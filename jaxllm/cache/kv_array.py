@@ -1,0 +1,63 @@
+"""The KV cache as one array: its shape, its bytes, its sharding, its creation."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxllm.models.config import ModelConfig
+from jaxllm.parallel.mesh import TENSOR
+
+KV_SPEC = PartitionSpec(None, None, None, TENSOR, None, None)
+"""Sharded over KV heads."""
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """Shape of the cache but for the number of blocks.
+
+    Attributes:
+        num_layers: layers of the model.
+        num_kv_heads: KV heads over all devices, replicas included.
+        block_size: tokens per block.
+        head_dim: elements per head.
+        dtype: of the elements.
+        tensor_parallel_size: devices that the heads are spread over.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    block_size: int
+    head_dim: int
+    dtype: jnp.dtype
+    tensor_parallel_size: int = 1
+
+    @classmethod
+    def of(cls, config: ModelConfig, block_size: int, dtype: jnp.dtype, tensor_parallel_size: int) -> "KVLayout":
+        """The layout for a run-time configuration (`jaxllm.models.params.runtime_config`)."""
+        kv_heads, layers = config.num_key_value_heads, config.num_hidden_layers
+        return cls(layers, kv_heads, block_size, config.head_dim, jnp.dtype(dtype), tensor_parallel_size)
+
+    def shape(self, num_blocks: int) -> tuple[int, int, int, int, int, int]:
+        """`[layers, 2, blocks, kv_heads, block_size, head_dim]`: a page of one head is contiguous."""
+        return (self.num_layers, 2, num_blocks, self.num_kv_heads, self.block_size, self.head_dim)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block on one device, K and V of all layers."""
+        heads = self.num_kv_heads // self.tensor_parallel_size
+        return 2 * self.num_layers * self.block_size * heads * self.head_dim * self.dtype.itemsize
+
+    def sharding(self, mesh: Mesh) -> NamedSharding:
+        """How the array lies on `mesh`."""
+        return NamedSharding(mesh, KV_SPEC)
+
+    def abstract(self, num_blocks: int, mesh: Mesh) -> jax.ShapeDtypeStruct:
+        """Shape, dtype and sharding, for compiling before the array exists."""
+        return jax.ShapeDtypeStruct(self.shape(num_blocks), self.dtype, sharding=self.sharding(mesh))
+
+    def allocate(self, num_blocks: int, mesh: Mesh) -> jax.Array:
+        """The array, zero-filled where it lies: there is no copy on the host and no second one on a device."""
+        make = jax.jit(lambda: jnp.zeros(self.shape(num_blocks), self.dtype), out_shardings=self.sharding(mesh))
+        return make()

@@ -1,0 +1,101 @@
+"""Strict loading: every tensor of the checkpoint fits the model, or nothing goes to a device."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+
+from jaxllm.checkpoint.checkpoint import Checkpoint, CheckpointError, LazyTensor
+from jaxllm.models.config import SUPPORTED_DTYPES
+from jaxllm.models.params import ParamSpec
+
+# Buffers that older transformers versions wrote although they follow from the config.
+IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
+TIED_OUTPUT, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+QUANTIZED_SUFFIXES = (".qweight", ".qzeros", ".g_idx", ".scales", ".weight_packed", ".weight_scale", ".absmax", ".SCB")
+
+
+def check_tensors(tensors: Mapping[str, LazyTensor], specs: Mapping[str, ParamSpec], name: str = "checkpoint") -> None:
+    """Raise one CheckpointError with all missing, unexpected, misshapen tensors and those of an unsupported dtype.
+
+    Allowed to be present and unused: rotary inverse frequencies, and an output matrix shaped like the embedding where
+    the model ties both.
+    """
+    needed = {spec.name: spec for spec in specs.values()}
+    missing = sorted(set(needed) - set(tensors))
+    unexpected = sorted(n for n in tensors if n not in needed and not _is_ignored(n, tensors))
+    common = sorted(set(needed) & set(tensors))
+    misshapen = [
+        f"{n} is {list(tensors[n].shape)}, the model needs {list(needed[n].file_shape)}"
+        for n in common
+        if tuple(tensors[n].shape) != tuple(needed[n].file_shape)
+    ]
+    unsupported = [f"{n} is {tensors[n].storage}" for n in common if tensors[n].dtype not in SUPPORTED_DTYPES]
+    if not (missing or unexpected or misshapen or unsupported):
+        return
+    lines = [f"model {name!r}: the tensors of the checkpoint do not fit the model that its config describes."]
+    for title, entries in (
+        ("missing", missing),
+        ("unexpected", unexpected),
+        ("misshapen", misshapen),
+        (f"not stored as {', '.join(SUPPORTED_DTYPES)}", unsupported),
+    ):
+        if entries:
+            lines.append(f"{title} ({len(entries)}): {', '.join(entries)}")
+    if any(n.endswith(QUANTIZED_SUFFIXES) for n in unexpected):
+        lines.append(
+            "These look like quantized weights (GPTQ, AWQ, ...): use the unquantized checkpoint or a .gguf file."
+        )
+    raise CheckpointError("\n".join(lines))
+
+
+def load_parameters(
+    checkpoint: Checkpoint, specs: Mapping[str, ParamSpec], mesh: Mesh, dtype: DTypeLike
+) -> dict[str, jax.Array]:
+    """Load the tensors that `specs` name, by path: each of shape `spec.shape`, of `dtype`, sharded as `spec.axes` say.
+
+    One tensor at a time goes from the mapped file through its run-time layout to the devices, shard by shard, and is
+    waited for: the host holds about one tensor, the devices nothing twice. Raises CheckpointError (see `check_tensors`)
+    before anything goes to a device, and where a value is too large for float16.
+    """
+    check_tensors(checkpoint.tensors, specs, checkpoint.name)
+    target = jnp.dtype(dtype)
+    if target.name not in SUPPORTED_DTYPES:
+        raise ValueError(f"dtype={target.name!r} is not supported; supported: {', '.join(SUPPORTED_DTYPES)}")
+    return {path: _place(checkpoint.tensors[spec.name], spec, mesh, target) for path, spec in specs.items()}
+
+
+def _is_ignored(name: str, tensors: Mapping[str, LazyTensor]) -> bool:
+    if name.endswith(IGNORED_SUFFIXES):
+        return True
+    return name == TIED_OUTPUT and EMBEDDING in tensors and tensors[EMBEDDING].shape == tensors[name].shape
+
+
+def _place(tensor: LazyTensor, spec: ParamSpec, mesh: Mesh, dtype: np.dtype[Any]) -> jax.Array:
+    view = spec.to_runtime(tensor.read())
+    shards: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
+
+    def shard(index: tuple[slice, ...]) -> np.ndarray:
+        # Devices that hold the same part share one host copy of it.
+        key = tuple(part.indices(size)[:2] for part, size in zip(index, view.shape, strict=True))
+        if key not in shards:
+            shards[key] = _convert(view[index], dtype, tensor.name)
+        return shards[key]
+
+    sharding = NamedSharding(mesh, PartitionSpec(*spec.axes))
+    return jax.make_array_from_callback(spec.shape, sharding, shard).block_until_ready()
+
+
+def _convert(view: np.ndarray, dtype: np.dtype[Any], name: str) -> np.ndarray:
+    """A contiguous copy in `dtype`. Always a copy: on the CPU JAX may use the memory itself, and a file can change."""
+    with np.errstate(over="ignore"):
+        out = np.array(view, dtype=dtype, order="C", copy=True)
+    if dtype == np.float16 and view.dtype != np.float16 and not np.isfinite(out).all():
+        raise CheckpointError(
+            f"{name} has values that float16 cannot hold (beyond 65504): use dtype bfloat16 or float32"
+        )
+    return out

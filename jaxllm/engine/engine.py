@@ -1,0 +1,221 @@
+"""Requests in, tokens and text out: the loop over scheduler and runner."""
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxllm.cache.block_pool import BlockPool
+from jaxllm.engine.request import Request
+from jaxllm.engine.runner import Runner
+from jaxllm.engine.scheduler import Scheduler, SchedulerStats
+from jaxllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from jaxllm.sampling_params import MAX_SUPPRESSED_IDS, SamplingParams
+from jaxllm.text.detokenizer import Detokenizer
+from jaxllm.text.prompt import encode_prompt
+from jaxllm.text.stop import StopStrings
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Counters since the engine was ready.
+
+    Attributes:
+        scheduler: steps, tokens, prefix hits, preemptions, and what waits and runs now.
+        num_kvcache_blocks: size of the KV cache.
+        compilations_after_ready: programs compiled while serving; stays 0 unless `enforce_eager` is set.
+    """
+
+    scheduler: SchedulerStats
+    num_kvcache_blocks: int
+    compilations_after_ready: int
+
+
+@dataclass(eq=False)
+class _Stream:
+    """The text side of one request."""
+
+    request: Request
+    prompt: str | None
+    detokenizer: Detokenizer | None
+    stops: StopStrings
+    pieces: list[str] = field(default_factory=list)
+    first_token_time: float | None = None
+    finished_time: float | None = None
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one step added to one request."""
+
+    request_id: str
+    text: str
+    token_ids: list[int]
+    output: RequestOutput | None
+
+
+class Engine:
+    """Continuous batching of many requests over one runner.
+
+    Not thread-safe: one thread adds, steps and aborts.
+    """
+
+    def __init__(self, runner: Runner, tokenizer: Any | None, eos_token_ids: frozenset[int], seed: int):
+        """Args: the runner; a transformers tokenizer, or None to work on ids alone; ids that end a text; a seed."""
+        config, spec = runner.spec.config, runner.spec
+        self.runner = runner
+        self.tokenizer = tokenizer
+        self.eos_token_ids = eos_token_ids
+        self.seed = seed
+        self.scheduler = Scheduler(
+            BlockPool(runner.num_blocks),
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=spec.max_model_len,
+            block_size=config.kvcache_block_size,
+            enable_prefix_caching=config.enable_prefix_caching,
+        )
+        self._streams: dict[str, _Stream] = {}
+        self._made = 0
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counters as they are now."""
+        programs = self.runner.programs
+        return EngineStats(self.scheduler.stats, self.runner.num_blocks, programs.compilations_after_ready)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has anything to do."""
+        return self.scheduler.has_unfinished()
+
+    def prepare(self, request_id: str, prompt: Prompt, params: SamplingParams) -> Request:
+        """Make a request of a prompt, checked but not queued.
+
+        Raises:
+            TypeError: if the prompt is neither text nor token ids, or text without a tokenizer.
+            ValueError: if the prompt is empty, has ids outside the vocabulary, is too long for `max_model_len` or
+                needs more KV blocks than there are, or if the parameters cannot be met.
+        """
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling_params must be SamplingParams, not {type(params).__name__}")
+        if params.stop and self.tokenizer is None:
+            raise ValueError(f"stop={list(params.stop)} needs a tokenizer; leave skip_tokenizer_init off")
+        token_ids = self._token_ids(prompt)
+        vocabulary = self.runner.spec.model.vocab_size
+        self._check_ids("stop_token_ids", params.stop_token_ids, vocabulary)
+        seed = params.seed if params.seed is not None else random.Random(f"{self.seed}/{self._made}").getrandbits(63)
+        request = Request(request_id, token_ids, params, self.eos_token_ids, index=self._made, seed=seed)
+        self._made += 1
+        ending = len(request.ending_ids())
+        if params.min_tokens and ending > MAX_SUPPRESSED_IDS:
+            raise ValueError(
+                f"min_tokens={params.min_tokens} with {ending} stop and end-of-sequence ids: at most "
+                f"{MAX_SUPPRESSED_IDS} can be kept back; shorten stop_token_ids"
+            )
+        self.scheduler.check(request)
+        return request
+
+    def submit(self, request: Request, text: str | None = None) -> None:
+        """Queue a prepared request; `text` is its prompt where that was text.
+
+        Raises:
+            ValueError: if its id is that of an unfinished request; nothing is queued then.
+        """
+        request.arrival_time = time.perf_counter()
+        self.scheduler.add(request)
+        detokenizer = None if self.tokenizer is None else Detokenizer(self.tokenizer)
+        self._streams[request.request_id] = _Stream(request, text, detokenizer, StopStrings(request.params.stop))
+
+    def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams) -> None:
+        """`prepare` and `submit` in one; raises what they raise."""
+        self.submit(self.prepare(request_id, prompt, params), prompt if isinstance(prompt, str) else None)
+
+    def abort_request(self, request_id: str) -> RequestOutput | None:
+        """End a request and free its blocks; its output so far, or None if there is no such request."""
+        request = self.scheduler.abort(request_id)
+        return None if request is None else self._finish(self._streams.pop(request_id))
+
+    def step(self) -> list[Update]:
+        """Run one step; what it added to which requests."""
+        step = self.scheduler.schedule()
+        if step is None:
+            return []
+        tokens = self.runner.execute(step)
+        now = time.perf_counter()
+        return [self._update(request, now) for request in self.scheduler.complete(step, tokens.tolist())]
+
+    def _update(self, request: Request, now: float) -> Update:
+        stream = self._streams[request.request_id]
+        if stream.first_token_time is None:
+            stream.first_token_time = now
+        token = request.token_ids[-1]
+        text = self._text(stream, token)
+        if text:
+            stream.pieces.append(text)
+        output = None
+        if request.is_finished:
+            stream.finished_time = now
+            output = self._finish(self._streams.pop(request.request_id))
+        return Update(request.request_id, text, [token], output)
+
+    def _text(self, stream: _Stream, token: int) -> str:
+        """Text that `token` makes final; ends the request where it completes a stop string."""
+        request, detokenizer = stream.request, stream.detokenizer
+        if detokenizer is None:
+            return ""
+        ends_text = request.finish_reason == "stop"
+        raw = "" if ends_text else detokenizer.add([token])
+        if request.is_finished:
+            raw += detokenizer.finish()
+        if request.num_output_tokens < request.params.min_tokens:
+            return raw
+        text, matched = stream.stops.feed(raw)
+        if matched is not None:
+            if request.is_finished:
+                request.finish_reason, request.stop_reason = "stop", matched
+            else:
+                self.scheduler.finish(request, "stop", matched)
+        elif request.is_finished:
+            text += stream.stops.flush()
+        return text
+
+    def _finish(self, stream: _Stream) -> RequestOutput:
+        request = stream.request
+        metrics = RequestMetrics(
+            request.arrival_time,
+            stream.first_token_time,
+            stream.finished_time,
+            request.num_cached_tokens or 0,
+            request.num_preemptions,
+        )
+        completion = CompletionOutput(
+            0, "".join(stream.pieces), request.output_token_ids, request.finish_reason, request.stop_reason
+        )
+        prompt_ids = list(request.prompt_token_ids)
+        return RequestOutput(request.request_id, stream.prompt, prompt_ids, [completion], True, metrics)
+
+    def _token_ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise TypeError("a text prompt needs a tokenizer; give token ids, or leave skip_tokenizer_init off")
+            if not prompt:
+                raise ValueError("the prompt is empty; give at least one character")
+            token_ids = encode_prompt(self.tokenizer, prompt)
+        else:
+            try:
+                token_ids = [int(token.__index__()) for token in prompt]
+            except (TypeError, AttributeError):
+                raise TypeError(f"a prompt must be text or a list of token ids, not {prompt!r:.80}") from None
+        if not token_ids:
+            raise ValueError("the prompt is empty; give at least one token")
+        self._check_ids("prompt", token_ids, self.runner.spec.model.vocab_size)
+        return token_ids
+
+    @staticmethod
+    def _check_ids(name: str, ids: Sequence[int], vocabulary: int) -> None:
+        wrong = [token for token in ids if not 0 <= token < vocabulary]
+        if wrong:
+            raise ValueError(f"{name} has token id {wrong[0]}; the model's ids are 0 to {vocabulary - 1}")

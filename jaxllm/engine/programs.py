@@ -1,0 +1,63 @@
+"""The compiled programs: which exist, when they were compiled, and a count that proves when not."""
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import jax
+
+from jaxllm.engine.step_shape import PackedLayout, StepShape
+
+logger = logging.getLogger(__name__)
+
+Compile = Callable[[StepShape], jax.stages.Compiled]
+
+
+@dataclass(frozen=True)
+class Program:
+    """One executable and the layout of its step buffer."""
+
+    shape: StepShape
+    layout: PackedLayout
+    compiled: jax.stages.Compiled
+
+
+class Programs:
+    """Programs by shape. `prepare` compiles in parallel; a shape that was not prepared is compiled when asked for."""
+
+    def __init__(self, compile_shape: Compile):
+        self._compile_shape = compile_shape
+        self._programs: dict[StepShape, Program] = {}
+        self._ready = False
+        self.compilations_after_ready = 0
+
+    def prepare(self, shapes: list[StepShape], workers: int) -> None:
+        """Compile `shapes`, the largest first, on `workers` threads (XLA compiles without Python's lock)."""
+        start = time.perf_counter()
+        with ThreadPoolExecutor(max(1, workers)) as pool:
+            for program in pool.map(self._compile, shapes):
+                self._programs[program.shape] = program
+        if shapes:
+            names = ", ".join(shape.name for shape in shapes)
+            logger.info("compiled %d programs in %.1f s: %s", len(shapes), time.perf_counter() - start, names)
+
+    def mark_ready(self) -> None:
+        """Count every compilation from now on."""
+        self._ready = True
+
+    def __getitem__(self, shape: StepShape) -> Program:
+        if shape not in self._programs:
+            self.compilations_after_ready += self._ready
+            self._programs[shape] = self._compile(shape)
+        return self._programs[shape]
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        return iter(self._programs.values())
+
+    def _compile(self, shape: StepShape) -> Program:
+        start = time.perf_counter()
+        program = Program(shape, PackedLayout(shape), self._compile_shape(shape))
+        logger.debug("compiled %s in %.1f s", shape.name, time.perf_counter() - start)
+        return program

@@ -1,0 +1,132 @@
+"""Owns what lies on the devices, weights and KV cache, and runs steps on it."""
+
+import logging
+import os
+import time
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Int32
+
+from jaxllm.cache.kv_array import KVLayout
+from jaxllm.checkpoint.checkpoint import Checkpoint
+from jaxllm.checkpoint.load import load_parameters
+from jaxllm.config import EngineConfig
+from jaxllm.engine.programs import Programs
+from jaxllm.engine.scheduler import Step
+from jaxllm.engine.step_program import step_function
+from jaxllm.engine.step_shape import PackedLayout, StepShape, StepShapes
+from jaxllm.engine.warm_up import measure
+from jaxllm.memory.report import MemoryReport
+from jaxllm.memory.sizing import CacheDemand, check_weights, size_kv_cache, verify
+from jaxllm.models.config import ModelConfig
+from jaxllm.models.params import parameter_specs, runtime_config
+from jaxllm.models.weights import Weights
+from jaxllm.parallel.mesh import replicated
+
+logger = logging.getLogger(__name__)
+
+_STEPS_IN_FLIGHT = 4
+"""Step buffers that can be on the device at once: the running step's, the next one's, and their results."""
+
+
+@dataclass(frozen=True)
+class RunnerSpec:
+    """What a runner is built from, resolved: nothing is "auto" any more."""
+
+    config: EngineConfig
+    model: ModelConfig
+    mesh: Mesh
+    dtype: jnp.dtype
+    max_model_len: int
+    num_valid_tokens: int
+
+
+class Runner:
+    """Start-up in its only order: load, warm up, measure, size, allocate, compile, verify."""
+
+    def __init__(self, spec: RunnerSpec, checkpoint: Checkpoint):
+        self.spec = spec
+        self.mesh = spec.mesh
+        config, tp = spec.config, spec.config.tensor_parallel_size
+        start = time.perf_counter()
+        devices = [device for device in spec.mesh.devices.flat if device.process_index == jax.process_index()]
+        run_time = runtime_config(spec.model, tp)
+        self.layout = KVLayout.of(run_time, config.kvcache_block_size, spec.dtype, tp)
+        self.shapes = StepShapes(
+            config.max_num_batched_tokens, config.max_rows, spec.max_model_len, config.kvcache_block_size
+        )
+        demand = CacheDemand(
+            config=config,
+            model=spec.model,
+            itemsize=spec.dtype.itemsize,
+            block_bytes=self.layout.block_bytes,
+            max_model_len=spec.max_model_len,
+            step_buffer_bytes=_STEPS_IN_FLIGHT * max(PackedLayout(shape).nbytes for shape in self.shapes.all()),
+        )
+        check_weights(devices, demand)
+        self.weights = _load(spec, checkpoint)
+        self.memory_report = self._size(demand, devices)
+        self._build(demand, devices)
+        self.memory_report = replace(self.memory_report, startup_seconds=time.perf_counter() - start)
+        for line in self.memory_report.lines():
+            logger.info("%s", line)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the KV cache."""
+        return self.memory_report.num_kvcache_blocks
+
+    def _size(self, demand: CacheDemand, devices: list[jax.Device]) -> MemoryReport:
+        """How many blocks: measured with the largest programs, on a small cache that is gone afterwards."""
+        spec = self.spec
+        compile_for = partial(partial, _compile, spec, self.weights, self.layout)
+        warm_up = partial(
+            measure, self.weights.leaves, self.layout, spec.mesh, self.shapes, spec.max_model_len, compile_for
+        )
+        return size_kv_cache(devices, demand, warm_up)
+
+    def _build(self, demand: CacheDemand, devices: list[jax.Device]) -> None:
+        """Allocate the cache and compile for it; again, smaller, where programs need more than reserved."""
+        while True:
+            self.kv = self.layout.allocate(self.num_blocks, self.mesh)
+            self.programs = Programs(partial(_compile, self.spec, self.weights, self.layout, self.num_blocks))
+            if not self.spec.config.enforce_eager:
+                self.programs.prepare(self.shapes.all(), workers=min(8, os.cpu_count() or 1))
+                self.programs.mark_ready()
+            compiled = {program.shape.name: program.compiled for program in self.programs}
+            verified = verify(self.memory_report, demand, devices, compiled)
+            fits = verified.num_kvcache_blocks == self.num_blocks
+            self.memory_report = verified
+            if fits:
+                return
+            self.kv.delete()
+
+    def execute(self, step: Step) -> Int32[np.ndarray, "rows"]:
+        """Run one step; the sampled token of each of its rows."""
+        program = self.programs[self.shapes.fitting(step)]
+        packed = jax.device_put(program.layout.pack(step), replicated(self.mesh))
+        tokens, self.kv = program.compiled(self.weights.leaves, self.kv, packed)
+        return np.asarray(tokens)[: len(step.rows)]
+
+
+def _load(spec: RunnerSpec, checkpoint: Checkpoint) -> Weights:
+    tp = spec.config.tensor_parallel_size
+    parameters = load_parameters(checkpoint, parameter_specs(spec.model, tp), spec.mesh, spec.dtype)
+    return Weights.of(runtime_config(spec.model, tp), spec.dtype, parameters)
+
+
+def _compile(
+    spec: RunnerSpec, weights: Weights, layout: KVLayout, num_blocks: int, shape: StepShape
+) -> jax.stages.Compiled:
+    """Compile a program of `shape` ahead of time, for the shardings that its arguments have; the KV array is donated."""
+    step = step_function(weights.graphdef, weights.treedef, shape, spec.mesh, spec.num_valid_tokens)
+    leaves = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in weights.leaves)
+    packed = jax.ShapeDtypeStruct((PackedLayout(shape).size,), jnp.int32, sharding=replicated(spec.mesh))
+    out = (replicated(spec.mesh), layout.sharding(spec.mesh))
+    jitted = jax.jit(step, donate_argnums=1, out_shardings=out)
+    return jitted.lower(leaves, layout.abstract(num_blocks, spec.mesh), packed).compile()

@@ -1,0 +1,92 @@
+"""The largest programs, run on made-up steps before the KV cache has its size."""
+
+import os
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Int32
+
+from jaxllm.cache.kv_array import KVLayout
+from jaxllm.engine.programs import Program, Programs
+from jaxllm.engine.step_shape import PackedLayout, StepShape, StepShapes
+from jaxllm.memory.report import ProgramReport
+from jaxllm.memory.warmup import measure_programs
+from jaxllm.parallel.mesh import replicated
+from jaxllm.sampling.sampler import SamplingMode
+
+WARM_UP_BLOCKS = 8
+"""Blocks of the cache that programs are measured with. What they need does not depend on it; `verify` checks that."""
+
+CompileFor = Callable[[int], Callable[[StepShape], jax.stages.Compiled]]
+
+
+def measure(
+    weights: tuple[jax.Array, ...],
+    layout: KVLayout,
+    mesh: Mesh,
+    shapes: StepShapes,
+    max_model_len: int,
+    compile_for: CompileFor,
+) -> tuple[ProgramReport, ...]:
+    """What the programs that could be the largest need while they run: the largest mixed one and the largest decode.
+
+    Both end in the sampler, all of whose modes share one executable, so its largest mode is in the measurement.
+
+    Args:
+        weights: the model's arrays.
+        layout: of the KV cache.
+        mesh: that it all lies on.
+        shapes: the engine's; the largest of each family are measured.
+        max_model_len: most tokens of a row.
+        compile_for: given a number of KV blocks, a function that compiles a shape.
+    """
+    largest = [shapes.mixed[-1], shapes.decode[-1]]
+    programs = Programs(compile_for(WARM_UP_BLOCKS))
+    programs.prepare(largest, workers=min(len(largest), os.cpu_count() or 1))
+    cache = _Cache(layout, mesh)
+    runs = {shape.name: cache.run(weights, programs[shape], max_model_len) for shape in largest}
+    local = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+    reports = measure_programs(local, {shape.name: programs[shape].compiled for shape in largest}, runs)
+    cache.kv.delete()
+    return reports
+
+
+class _Cache:
+    """A small KV cache, handed from run to run: every program takes it by donation."""
+
+    def __init__(self, layout: KVLayout, mesh: Mesh):
+        self.kv = layout.allocate(WARM_UP_BLOCKS, mesh)
+        self.sharding = replicated(mesh)
+
+    def run(self, weights: tuple[jax.Array, ...], program: Program, max_model_len: int) -> Callable[[], None]:
+        """A function that runs `program` once and waits. Its input lies on the device before, and is no part of it."""
+        packed = jax.device_put(worst_step(program.layout, max_model_len), self.sharding)
+
+        def once() -> None:
+            tokens, self.kv = program.compiled(weights, self.kv, packed)
+            jax.block_until_ready((tokens, self.kv))
+
+        return once
+
+
+def worst_step(layout: PackedLayout, max_model_len: int) -> Int32[np.ndarray, "size"]:
+    """A step that fills the shape: as many full-length prompts as fit, or a token a row; sampled with every filter.
+
+    All rows share block 0, so that a cache of any size will do; what is computed means nothing.
+    """
+    shape = layout.step_shape
+    length = 1 if shape.decode else min(shape.tokens, max_model_len)
+    rows = min(shape.tokens // length, shape.rows)
+    buffer = np.zeros(layout.size, np.int32)
+    view = {name: buffer[where].reshape(dims) for name, (where, dims) in layout.fields.items()}
+    view["cu_q_lens"][1:] = length * np.minimum(np.arange(1, shape.rows + 1), rows)
+    view["context_lens"][:rows] = length
+    view["mode"][0] = max(SamplingMode)
+    for name, value in (("temperature", 1.0), ("top_p", 0.9), ("min_p", 0.01)):
+        view[name][:] = np.float32(value).view(np.int32)
+    view["top_k"][:] = 20
+    view["suppressed"][:] = jnp.iinfo(jnp.int32).max
+    return buffer

@@ -1,0 +1,171 @@
+"""`python -m jaxllm.generate`: text from a prompt, streamed to the terminal."""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxllm import cli
+from jaxllm.memory.report import check_picture
+
+DEMO_MODEL = "smollm2"
+
+DESCRIPTION = """Generate text from a prompt with a Qwen3, Qwen2 or Llama checkpoint.
+
+The prompt is an argument, a file (--file), or standard input. One prompt streams to the terminal as it is generated;
+several show a progress bar and are printed in the order given."""
+
+EPILOG = """examples:
+  python -m jaxllm.generate --chat "What is the capital of France?"
+  python -m jaxllm.generate --model ./Qwen3-0.6B --temperature 0.6 --top-p 0.95 "Once upon a time"
+  python -m jaxllm.generate --file prompts.txt --lines --json > answers.json
+  echo "The sea is" | python -m jaxllm.generate --max-tokens 20
+
+exit codes: 0 done; 1 some prompts could not be served; 2 wrong usage, model or input; 130 interrupted"""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = cli.parser("generate", DESCRIPTION, EPILOG)
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to continue, or to answer with --chat")
+    parser.add_argument(
+        "--model", help="checkpoint folder, .gguf file or hub id; default: the demo model SmolLM2-135M-Instruct"
+    )
+    source = parser.add_argument_group("prompts")
+    source.add_argument("--file", type=Path, help="read the prompt from a file; - is standard input")
+    source.add_argument("--lines", action="store_true", help="every line of the file or standard input is a prompt")
+    source.add_argument("--chat", action="store_true", help="put each prompt into the model's chat template")
+    source.add_argument("--system", metavar="TEXT", help="system message of the chat")
+    source.add_argument(
+        "--no-thinking", action="store_true", help="tell the chat template enable_thinking=False (Qwen3)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.add_argument(
+        "--memory-report",
+        nargs="?",
+        const=Path("-"),
+        type=Path,
+        metavar="FILE",
+        help="show on standard error how the KV cache got its size; or write it to a .svg, .png or .json file",
+    )
+    cli.add_sampling_options(parser, temperature=0.0, max_tokens=256)
+    cli.add_engine_options(parser)
+    return parser
+
+
+def read_prompts(args: argparse.Namespace) -> list[str]:
+    """The prompts of the command line.
+
+    Raises:
+        ValueError: if there is none, or more than one source.
+        OSError: if the file cannot be read.
+    """
+    if args.prompts and args.file:
+        raise ValueError("give prompts as arguments or with --file, not both")
+    if args.prompts:
+        return list(args.prompts)
+    if args.file is None and sys.stdin.isatty():
+        raise ValueError("no prompt; give one as an argument, with --file, or on standard input")
+    text = sys.stdin.read() if args.file is None or str(args.file) == "-" else args.file.read_text(encoding="utf-8")
+    prompts = [line for line in text.splitlines() if line.strip()] if args.lines else [text.rstrip("\n")]
+    if not any(prompts):
+        raise ValueError(f"no prompt in {'standard input' if args.file is None else args.file}: it is empty")
+    return prompts
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; the exit code."""
+    args = make_parser().parse_args(argv)
+    cli.set_up_logging(args.verbose)
+    with cli.exit_codes():
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
+    params = cli.sampling_params(args)
+    if args.memory_report is not None and args.memory_report != Path("-"):
+        check_picture(args.memory_report)
+    prompts = read_prompts(args)
+    if args.model is None:
+        print("no --model given: using the demo model SmolLM2-135M-Instruct", file=sys.stderr)
+
+    from jaxllm.llm import LLM  # after the arguments are known to be right: importing JAX takes a second
+
+    llm = LLM(args.model or DEMO_MODEL, **_engine_options(args, len(prompts)))
+    if args.memory_report == Path("-"):
+        print(llm.memory_report.text(), file=sys.stderr)
+    elif args.memory_report is not None:
+        llm.memory_report.save(args.memory_report)
+    inputs: list[Any] = list(prompts)
+    if args.chat:
+        system = [{"role": "system", "content": args.system}] if args.system else []
+        template_args = {"enable_thinking": False} if args.no_thinking else {}
+        inputs = [
+            llm.chat_prompt([*system, {"role": "user", "content": prompt}], **template_args) for prompt in prompts
+        ]
+
+    start = time.perf_counter()
+    if args.json or len(prompts) > 1:
+        outputs = llm.generate(inputs, params, use_tqdm=not args.json and sys.stderr.isatty(), on_error="return")
+    else:
+        outputs = [_stream(llm, inputs, params)]
+    seconds = time.perf_counter() - start
+
+    summary = _summary(outputs, seconds)
+    if args.json:
+        results = [output.to_dict() | {"prompt": prompt} for output, prompt in zip(outputs, prompts, strict=True)]
+        print(json.dumps({"model": args.model or DEMO_MODEL, **summary, "outputs": results}, ensure_ascii=False))
+    else:
+        if len(prompts) > 1:
+            for prompt, output in zip(prompts, outputs, strict=True):
+                print(f"=== {prompt}\n{output.outputs[0].text}")
+        print(_line(summary), file=sys.stderr)
+    errors = [(index, output.error) for index, output in enumerate(outputs) if output.error]
+    for index, error in errors:
+        print(f"error: prompt {index}: {error}", file=sys.stderr)
+    return cli.FAILED if errors else cli.OK
+
+
+def _engine_options(args: argparse.Namespace, num_prompts: int) -> dict[str, Any]:
+    """One call with known prompts needs no room for more, and compiles only what it uses."""
+    options = cli.engine_options(args)
+    options.setdefault("max_num_seqs", min(num_prompts, 512))
+    options.setdefault("enforce_eager", True)
+    options.setdefault("seed", args.seed or 0)
+    return options
+
+
+def _stream(llm: Any, inputs: list[Any], params: Any) -> Any:
+    """Print the text of one prompt as it is made."""
+    output = None
+    for delta in llm.stream(inputs, params, on_error="return"):
+        print(delta.text, end="", flush=True)
+        output = delta.output or output
+    print()
+    return output
+
+
+def _summary(outputs: list[Any], seconds: float) -> dict[str, Any]:
+    tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    firsts = [output.metrics.time_to_first_token for output in outputs if output.metrics]
+    return {
+        "prompt_tokens": sum(len(output.prompt_token_ids) for output in outputs),
+        "tokens": tokens,
+        "seconds": round(seconds, 3),
+        "tokens_per_s": round(tokens / seconds, 2),
+        "time_to_first_token": round(min(firsts), 3) if firsts else None,
+    }
+
+
+def _line(summary: dict[str, Any]) -> str:
+    first = summary["time_to_first_token"]
+    return f"[{summary['tokens']} tokens in {summary['seconds']:.2f} s, {summary['tokens_per_s']:.1f} tokens/s" + (
+        f", first after {first:.2f} s]" if first is not None else "]"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

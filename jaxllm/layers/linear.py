@@ -1,0 +1,58 @@
+"""Linear map and embedding in the checkpoint's layout."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+
+def matmul_precision(dtype: jnp.dtype) -> lax.Precision:
+    """float32 means float32: without this, GPUs round the inputs of float32 products to TF32 (10-bit mantissa)."""
+    return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
+
+
+def contract(
+    x: Float[Array, "*batch features_in"],
+    weight: Float[Array, "features_out features_in"],
+    dtype: jnp.dtype | None = None,
+) -> Float[Array, "*batch features_out"]:
+    """`x @ weight.T`, accumulated in float32 and returned in `dtype` (default: that of `x`)."""
+    dimensions = (((x.ndim - 1,), (1,)), ((), ()))
+    return lax.dot_general(
+        x, weight, dimensions, precision=matmul_precision(x.dtype), preferred_element_type=dtype or x.dtype
+    )
+
+
+class Linear(nnx.Module):
+    """`x @ weight.T + bias`, weight `[features_out, features_in]` as checkpoints store it."""
+
+    def __init__(self, features_in: int, features_out: int, *, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs):
+        init = nnx.initializers.normal(0.02)
+        self.weight = nnx.Param(init(rngs.params(), (features_out, features_in), dtype))
+        self.bias = nnx.Param(jnp.zeros((features_out,), dtype)) if bias else None
+
+    def __call__(self, x: Float[Array, "*batch features_in"]) -> Float[Array, "*batch features_out"]:
+        """Apply the map to the last dimension."""
+        y = contract(x, self.weight[...])
+        return y if self.bias is None else y + self.bias[...]
+
+
+class Embedding(nnx.Module):
+    """Token embedding `[vocab, hidden]`; `logits` uses the same matrix as output layer where it is tied."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.weight = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (vocab_size, hidden_size), dtype))
+
+    def __call__(self, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch hidden"]:
+        """Rows of the matrix, by token id."""
+        return jnp.take(self.weight[...], tokens, axis=0, mode="clip")
+
+    def logits(self, x: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
+        """Scores of every token, in float32."""
+        return contract(x, self.weight[...], jnp.dtype(jnp.float32))
+
+
+def silu_gate(gate: Float[Array, "*batch mlp"], up: Float[Array, "*batch mlp"]) -> Float[Array, "*batch mlp"]:
+    """SwiGLU's activation, `silu(gate) * up` (Shazeer 2020)."""
+    return jax.nn.silu(gate) * up

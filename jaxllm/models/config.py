@@ -1,0 +1,302 @@
+"""What a model looks like: one frozen record, read from `config.json` and `generation_config.json`.
+
+The reader understands the files as transformers 4 and transformers 5 write them. Whatever would change the
+mathematics and is not implemented is refused by name and value; whatever is only switched off is accepted.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+SUPPORTED_DTYPES = ("bfloat16", "float16", "float32")
+SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class Family:
+    """What one `model_type` does differently from the plain decoder.
+
+    `qkv_bias` / `output_bias` are a fixed answer, or None where the config's `attention_bias` decides;
+    `default_head_dim` is used where the config names none (None: hidden_size / num_attention_heads).
+    """
+
+    qk_norm: bool
+    qkv_bias: bool | None
+    output_bias: bool | None
+    mlp_bias_field: bool
+    default_head_dim: int | None = None
+    default_bos: int | None = None
+    default_eos: int | None = None
+
+
+FAMILIES: dict[str, Family] = {
+    "qwen3": Family(qk_norm=True, qkv_bias=None, output_bias=None, mlp_bias_field=False, default_head_dim=128),
+    "qwen2": Family(qk_norm=False, qkv_bias=True, output_bias=False, mlp_bias_field=False),
+    "llama": Family(qk_norm=False, qkv_bias=None, output_bias=None, mlp_bias_field=True, default_bos=1, default_eos=2),
+}
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding; `jaxllm.models.rope.rope_frequencies` turns it into numbers.
+
+    Which fields count depends on `type`: "default" uses `theta`; "linear" also `factor`; "llama3" also
+    `low_freq_factor`, `high_freq_factor`, `original_max_position_embeddings`; "yarn" `factor`,
+    `original_max_position_embeddings`, `beta_fast`, `beta_slow`, `truncate` and, for the scaling of cos and sin,
+    `attention_factor` or else `mscale` with `mscale_all_dim` or else `factor`.
+    """
+
+    type: str = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    original_max_position_embeddings: int | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only model. Sizes are counts, `rms_norm_eps` is added to a mean square, ids are token ids."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    rope: RopeConfig
+    qk_norm: bool
+    attention_bias: bool
+    attention_output_bias: bool
+    mlp_bias: bool
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that no decoder can have."""
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads={self.num_attention_heads} is not a multiple of "
+                f"num_key_value_heads={self.num_key_value_heads}: every KV head must serve equally many query heads"
+            )
+        if self.head_dim % 2:
+            raise ValueError(
+                f"head_dim={self.head_dim} is odd: rotary embedding turns pairs, an even head_dim is needed"
+            )
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> "ModelConfig":
+        """Read `config.json` (and `generation_config.json`, where there is one), both already parsed.
+
+        End-of-sequence ids are those of both files, the generation file's first. A config that names no dtype
+        counts as float32, as torch does. Raises ValueError that names field, value and what is supported.
+        """
+        family_name = config.get("model_type")
+        if family_name not in FAMILIES:
+            raise ValueError(
+                f"model_type={family_name!r} is not supported (mixtures of experts and multi-modal models neither); "
+                f"supported: {', '.join(sorted(FAMILIES))}"
+            )
+        family = FAMILIES[family_name]
+        _refuse_unsupported(config)
+        heads = _positive_int(config, "num_attention_heads")
+        layers = _positive_int(config, "num_hidden_layers")
+        hidden = _positive_int(config, "hidden_size")
+        _refuse_sliding_window(config, layers)
+        max_positions = _positive_int(config, "max_position_embeddings")
+        attention_bias = _flag(config, "attention_bias")
+        vocab_size = _positive_int(config, "vocab_size")
+        generation = generation or {}
+        bos = config.get("bos_token_id", generation.get("bos_token_id", family.default_bos))
+        return cls(
+            family=family_name,
+            vocab_size=vocab_size,
+            hidden_size=hidden,
+            intermediate_size=_positive_int(config, "intermediate_size"),
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=_positive_int(config, "num_key_value_heads", default=heads),
+            head_dim=_head_dim(config, family, hidden, heads),
+            rms_norm_eps=_positive_float(config, "rms_norm_eps", default=1e-6),
+            max_position_embeddings=max_positions,
+            tie_word_embeddings=_flag(config, "tie_word_embeddings"),
+            rope=_rope(config, max_positions),
+            qk_norm=family.qk_norm,
+            attention_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
+            attention_output_bias=attention_bias if family.output_bias is None else family.output_bias,
+            mlp_bias=family.mlp_bias_field and _flag(config, "mlp_bias"),
+            bos_token_id=_token_ids("bos_token_id", bos, vocab_size)[0] if bos not in (None, []) else None,
+            eos_token_ids=_eos_token_ids(config, generation, family, vocab_size),
+            dtype=_dtype(config),
+        )
+
+
+def _positive_int(config: Mapping[str, Any], field: str, default: int | None = None) -> int:
+    value = config.get(field)
+    if value is None:
+        value = default
+    if value is None:
+        raise ValueError(f"config.json has no {field}: it is needed, as a positive integer")
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        raise ValueError(f"{field}={value!r} in config.json: a positive integer is needed")
+    return value
+
+
+def _positive_float(config: Mapping[str, Any], field: str, default: float | None = None, prefix: str = "") -> float:
+    value = config.get(field)
+    if value is None:
+        value = default
+    if value is None:
+        raise ValueError(f"{prefix}{field} is missing in config.json: a positive number is needed")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ValueError(f"{prefix}{field}={value!r} in config.json: a positive number is needed")
+    return float(value)
+
+
+def _flag(config: Mapping[str, Any], field: str) -> bool:
+    value = config.get(field)
+    if value not in (None, True, False):
+        raise ValueError(f"{field}={value!r} in config.json: true or false is needed")
+    return bool(value)
+
+
+def _refuse_unsupported(config: Mapping[str, Any]) -> None:
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method", config["quantization_config"])
+        raise ValueError(
+            f"quantization_config with quant_method={method!r} in config.json is not supported; supported are "
+            f"unquantized checkpoints in {', '.join(SUPPORTED_DTYPES)}, and .gguf files (dequantized while loading)"
+        )
+    activation = config.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise ValueError(f"hidden_act={activation!r} in config.json is not supported; supported: silu")
+
+
+def _refuse_sliding_window(config: Mapping[str, Any], num_layers: int) -> None:
+    """Accept the fields where they are switched off: Qwen3 ships them with use_sliding_window false."""
+    others = sorted({str(kind) for kind in config.get("layer_types") or () if kind != "full_attention"})
+    if others:
+        raise ValueError(
+            f"layer_types in config.json holds {', '.join(others)}, which is not supported; "
+            f"supported: full_attention in every layer"
+        )
+    if not config.get("use_sliding_window") or config.get("layer_types"):
+        return
+    window = config.get("sliding_window", 4096)
+    first = config.get("max_window_layers", 28)
+    if window is not None and first < num_layers:
+        raise ValueError(
+            f"use_sliding_window=true with sliding_window={window} in config.json is not supported: layers {first} to "
+            f"{num_layers - 1} would attend to a window; supported: use_sliding_window=false (full attention)"
+        )
+
+
+def _head_dim(config: Mapping[str, Any], family: Family, hidden: int, heads: int) -> int:
+    if config.get("head_dim") is not None:
+        return _positive_int(config, "head_dim")
+    if family.default_head_dim is not None:
+        return family.default_head_dim
+    if hidden % heads:
+        raise ValueError(
+            f"hidden_size={hidden} is not a multiple of num_attention_heads={heads} and config.json names no head_dim"
+        )
+    return hidden // heads
+
+
+def _rope(config: Mapping[str, Any], max_positions: int) -> RopeConfig:
+    """Rope parameters: transformers 4 has rope_theta and rope_scaling, transformers 5 one dict rope_parameters."""
+    source = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    parameters: Mapping[str, Any] = config.get(source) or {}
+    prefix = f"{source}."
+    if not isinstance(parameters, Mapping) or any(isinstance(value, Mapping) for value in parameters.values()):
+        raise ValueError(f"{source}={parameters!r} in config.json: one dict for all layers is supported")
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind not in SUPPORTED_ROPE_TYPES:
+        raise ValueError(
+            f"{prefix}rope_type={kind!r} in config.json is not supported; supported: {', '.join(SUPPORTED_ROPE_TYPES)}"
+        )
+    for holder in (parameters, config):
+        partial = holder.get("partial_rotary_factor")
+        if partial is not None and partial != 1:
+            raise ValueError(
+                f"partial_rotary_factor={partial!r} in config.json is not supported; supported: 1.0 (whole heads turn)"
+            )
+    theta = _positive_float(parameters, "rope_theta", _positive_float(config, "rope_theta", 10000.0), prefix)
+    if kind == "default":
+        return RopeConfig(theta=theta)
+    if "factor" not in parameters:
+        raise ValueError(f"{prefix}factor is missing in config.json: rope_type={kind!r} needs it")
+    if kind == "linear":
+        return RopeConfig(type=kind, theta=theta, factor=_positive_float(parameters, "factor", prefix=prefix))
+    # Where both name it, the field beside the dict wins, as in transformers; else the model's limit counts.
+    original = _positive_int(
+        config, "original_max_position_embeddings", parameters.get("original_max_position_embeddings") or max_positions
+    )
+    if kind == "llama3":
+        return RopeConfig(
+            type=kind,
+            theta=theta,
+            factor=_positive_float(parameters, "factor", prefix=prefix),
+            original_max_position_embeddings=original,
+            low_freq_factor=_positive_float(parameters, "low_freq_factor", prefix=prefix),
+            high_freq_factor=_positive_float(parameters, "high_freq_factor", prefix=prefix),
+        )
+    return RopeConfig(
+        type=kind,
+        theta=theta,
+        factor=_positive_float(parameters, "factor", max_positions / original, prefix),
+        original_max_position_embeddings=original,
+        beta_fast=_positive_float({"beta_fast": parameters.get("beta_fast") or 32.0}, "beta_fast", prefix=prefix),
+        beta_slow=_positive_float({"beta_slow": parameters.get("beta_slow") or 1.0}, "beta_slow", prefix=prefix),
+        attention_factor=_optional_float(parameters, "attention_factor", prefix),
+        mscale=_optional_float(parameters, "mscale", prefix),
+        mscale_all_dim=_optional_float(parameters, "mscale_all_dim", prefix),
+        truncate=bool(parameters.get("truncate", True)),
+    )
+
+
+def _optional_float(parameters: Mapping[str, Any], field: str, prefix: str) -> float | None:
+    value = parameters.get(field)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+        raise ValueError(f"{prefix}{field}={value!r} in config.json: a number of at least 0 is needed")
+    return float(value)
+
+
+def _token_ids(field: str, value: Any, vocab_size: int) -> tuple[int, ...]:
+    ids = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+            raise ValueError(f"{field}={value!r}: token ids from 0 to {vocab_size - 1} (vocab_size - 1) are needed")
+    return ids
+
+
+def _eos_token_ids(
+    config: Mapping[str, Any], generation: Mapping[str, Any], family: Family, vocab_size: int
+) -> tuple[int, ...]:
+    found: dict[int, None] = {}
+    for source in (generation.get("eos_token_id"), config.get("eos_token_id", family.default_eos)):
+        if source is not None:
+            found.update(dict.fromkeys(_token_ids("eos_token_id", source, vocab_size)))
+    return tuple(found)
+
+
+def _dtype(config: Mapping[str, Any]) -> str:
+    field = "dtype" if config.get("dtype") is not None else "torch_dtype"
+    value = str(config.get(field) or "float32").removeprefix("torch.")
+    if value not in SUPPORTED_DTYPES:
+        raise ValueError(f"{field}={value!r} in config.json is not supported; supported: {', '.join(SUPPORTED_DTYPES)}")
+    return value

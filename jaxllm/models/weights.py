@@ -1,0 +1,57 @@
+"""A model as a static graph definition and a flat list of arrays.
+
+Programs take the leaves as arguments and rebuild the module while they are traced, so that a step costs no walk over
+the module (Flax's `nnx.jit` would do one on every call).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxllm.models.config import ModelConfig
+from jaxllm.models.decoder import Decoder
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Parameters on the devices.
+
+    Attributes:
+        config: run-time shapes.
+        graphdef: static part of the module.
+        treedef: structure of its state.
+        paths: dotted path of each leaf.
+        leaves: the arrays, in the order of `paths`.
+    """
+
+    config: ModelConfig
+    graphdef: nnx.GraphDef
+    treedef: jax.tree_util.PyTreeDef
+    paths: tuple[str, ...]
+    leaves: tuple[jax.Array, ...]
+
+    @classmethod
+    def of(cls, config: ModelConfig, dtype: jnp.dtype, parameters: Mapping[str, jax.Array]) -> "Weights":
+        """Put `parameters`, by path, into a module of run-time shapes `config`, without allocating a second one."""
+        abstract = nnx.eval_shape(lambda: Decoder(config, dtype=dtype, rngs=nnx.Rngs(0)))
+        graphdef, state = nnx.split(abstract)
+        flat = nnx.to_flat_state(state)
+        paths = tuple(".".join(map(str, path)) for path, _ in flat)
+        leaves = tuple(parameters[path] for path in paths)
+        return cls(config, graphdef, jax.tree.structure(state), paths, leaves)
+
+    def with_leaves(self, leaves: tuple[jax.Array, ...]) -> "Weights":
+        """The same module with other arrays."""
+        return replace(self, leaves=leaves)
+
+    def model(self) -> Decoder:
+        """The module, holding these very arrays."""
+        return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, self.leaves))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parameters over all devices, replicas counted once."""
+        return sum(leaf.nbytes for leaf in self.leaves)

@@ -1,0 +1,34 @@
+"""The mesh that everything is placed on."""
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+DATA, TENSOR = "data", "tensor"
+
+
+def make_mesh(tensor_parallel_size: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A mesh of `[1, tensor_parallel_size]` devices with the axes `data` and `tensor`.
+
+    Args:
+        tensor_parallel_size: devices that a model is split over.
+        devices: which to take from, in order; default all of this process's.
+
+    Raises:
+        ValueError: if there are fewer devices; says how to get more on a CPU.
+    """
+    devices = jax.devices() if devices is None else devices
+    if tensor_parallel_size > len(devices):
+        raise ValueError(
+            f"tensor_parallel_size={tensor_parallel_size} but there are {len(devices)} {devices[0].platform} device(s). "
+            "On a CPU, XLA_FLAGS=--xla_force_host_platform_device_count=N makes N"
+        )
+    grid = np.asarray(devices[:tensor_parallel_size]).reshape(1, tensor_parallel_size)
+    return Mesh(grid, (DATA, TENSOR), axis_types=(AxisType.Auto, AxisType.Auto))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """A sharding that puts the whole array on every device."""
+    return NamedSharding(mesh, PartitionSpec())

@@ -1,0 +1,4 @@
+"""Choosing tokens from logits, on the device.
+
+May import JAX only.
+"""

@@ -1,0 +1,334 @@
+"""Random workloads against a brute-force model of the KV array and of every request run alone.
+
+Slots of the model hold what a real slot's KV depends on: a digest of its token and of all tokens before it. A row may
+only read digests that it would have written itself, and the token it samples is a function of the last one, so that a
+wrong block, a stale slot or a lost token changes the text.
+"""
+
+import random
+from collections import Counter
+from itertools import accumulate
+from unittest.mock import patch
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from jaxllm.cache.block_pool import BlockPool
+from jaxllm.cache.prefix import PrefixKey
+from jaxllm.engine.request import Request, RequestStatus
+from jaxllm.engine.scheduler import Scheduler
+from jaxllm.sampling_params import SamplingParams
+
+EOS = 2
+PRIME = 2**61 - 1
+
+
+def extend(digest, token):
+    """The digest of a prefix with one more token, a polynomial in a fixed point."""
+    return (digest * 1_000_000_007 + token + 1) % PRIME
+
+
+def digests(tokens):
+    """The digest of every non-empty prefix."""
+    return list(accumulate(tokens, extend, initial=0))[1:]
+
+
+def sample(digest, vocabulary):
+    return (digest >> 7) % vocabulary
+
+
+def run_alone(prompt, params, most_tokens, vocabulary):
+    """Output and finish reason by definition: one token after another, no cache, no neighbours."""
+    tokens = list(prompt)
+    digest = digests(tokens)[-1]
+    while True:
+        tokens.append(sample(digest, vocabulary))
+        digest = extend(digest, tokens[-1])
+        outputs = len(tokens) - len(prompt)
+        if outputs >= params.min_tokens and tokens[-1] == EOS and not params.ignore_eos:
+            return tokens[len(prompt) :], "stop"
+        if outputs == params.max_tokens or len(tokens) == most_tokens:
+            return tokens[len(prompt) :], "length"
+
+
+class Simulation:
+    """Runs a scheduler and holds it to the architecture's invariants 3, 6, 7 and 9 at every step."""
+
+    def __init__(self, num_blocks, vocabulary=3, **limits):
+        self.limits = limits
+        self.size = limits["block_size"]
+        self.budget = limits["max_num_batched_tokens"]
+        self.vocabulary = vocabulary
+        self.pool = BlockPool(num_blocks)
+        self.scheduler = Scheduler(self.pool, **limits)
+        self.most_tokens = min(limits["max_model_len"], num_blocks * self.size + 1)
+        self.slots = {}  # slot -> digest
+        self.live = {}  # id -> unfinished request, in order of arrival
+        self.expected = {}  # id -> output and finish reason when run alone
+        self.digests = {}  # id -> digests of its known tokens
+        self.computed = {}  # id -> (preemptions at the time, computed tokens)
+        self.waited = Counter()  # id -> steps since it has been the oldest
+
+    def add(self, name, prompt, **params):
+        request = Request(name, prompt, SamplingParams(**params), frozenset({EOS}), index=len(self.expected))
+        self.scheduler.add(request)
+        self.live[name] = request
+        self.expected[name] = run_alone(prompt, request.params, self.most_tokens, self.vocabulary)
+        return request
+
+    def abort(self, name):
+        request = self.live.pop(name)
+        assert self.scheduler.abort(name) is request
+        assert request.finish_reason == "abort"
+        assert request.block_table == []
+        assert self.scheduler.abort(name) is None
+
+    def step(self, aborted=()):
+        """One step; requests named in `aborted` are aborted while it is under way."""
+        before = self.scheduler.stats
+        step = self.scheduler.schedule()
+        assert (step is None) == (not self.live) == (not self.scheduler.has_unfinished())
+        if step is None:
+            return
+        self.check_caps(step)
+        self.check_order(step, admitting=self.scheduler.stats.preemptions == before.preemptions)
+        for row in step.rows:
+            self.check_row(row)
+        self.write(step)
+        last = [self.slots[self.slot(row.request, row.start + row.num_tokens - 1)] for row in step.rows]
+        tokens = [
+            sample(digest, self.vocabulary) if row.samples else -1 for digest, row in zip(last, step.rows, strict=True)
+        ]
+        for name in aborted:
+            self.abort(name)
+        received = self.scheduler.complete(step, tokens)
+        assert received == [row.request for row in step.rows if row.samples and row.request.finish_reason != "abort"]
+        for request in received:
+            if request.is_finished:
+                del self.live[request.request_id]
+                assert (request.output_token_ids, request.finish_reason) == self.expected[request.request_id]
+
+    def slot(self, request, position):
+        return request.block_table[position // self.size] * self.size + position % self.size
+
+    def own_digests(self, request):
+        known = self.digests.setdefault(request.request_id, [])
+        for token in request.token_ids[len(known) :]:
+            known.append(extend(known[-1] if known else 0, token))
+        assert len(known) == request.num_tokens  # no token is ever lost
+        return known
+
+    def check_caps(self, step):
+        assert len(step.rows) <= self.limits["max_num_seqs"]
+        assert step.num_tokens == sum(row.num_tokens for row in step.rows) <= self.budget
+        assert step.decode_only == all(row.num_tokens == 1 for row in step.rows)
+        multiple = [row.num_tokens > 1 for row in step.rows]
+        assert multiple == sorted(multiple)
+        assert len({id(row.request) for row in step.rows}) == len(step.rows)
+
+    def check_order(self, step, admitting):
+        """Everybody who holds blocks is served, older before younger, and as many as the caps allow."""
+        live = list(self.live.values())
+        served = {row.request.request_id for row in step.rows}
+        assert served == {r.request_id for r in live[: len(served)]}
+        assert all((r.status is RequestStatus.RUNNING) == (r.request_id in served) for r in live)
+        oldest = live[0].request_id
+        self.waited[oldest] += 1
+        assert self.waited[oldest] <= self.most_tokens // self.budget + 1 + self.expected_length(oldest)
+        if admitting and len(served) < min(len(live), self.limits["max_num_seqs"]) and step.num_tokens < self.budget:
+            assert -(-live[len(served)].num_tokens // self.size) > self.pool.num_free
+
+    def expected_length(self, name):
+        return len(self.expected[name][0])
+
+    def check_row(self, row):
+        request, start, n = row.request, row.start, row.num_tokens
+        preemptions, computed = self.computed.get(request.request_id, (None, 0))
+        if preemptions == request.num_preemptions:
+            assert start == computed  # chunks cover all tokens, each once
+        else:
+            assert start % self.size == 0  # whole blocks were hit
+            assert start == 0 or self.limits["enable_prefix_caching"]
+        assert n >= 1
+        assert start + n <= request.num_tokens
+        assert row.samples == (start + n == request.num_tokens)
+        self.computed[request.request_id] = (request.num_preemptions, start + n)
+        own = self.own_digests(request)
+        assert [self.slots.get(self.slot(request, p)) for p in range(start)] == own[:start]
+
+    def write(self, step):
+        """Writes all rows' KV, after all rows were checked; nobody else may read or write a slot that is written."""
+        written = set()
+        for row in step.rows:
+            own = self.own_digests(row.request)
+            for position in range(row.start, row.start + row.num_tokens):
+                slot = self.slot(row.request, position)
+                assert slot not in written
+                assert self.pool.ref_count(slot // self.size) == 1
+                assert not self.pool.is_retained(slot // self.size)
+                written.add(slot)
+                self.slots[slot] = own[position]
+
+    def check_blocks(self):
+        tables = [r.block_table for r in self.live.values()]
+        references = Counter(block for table in tables for block in table)
+        assert [self.pool.ref_count(b) for b in range(self.pool.num_blocks)] == [
+            references[b] for b in range(self.pool.num_blocks)
+        ]
+        assert self.pool.num_free + len(references) == self.pool.num_blocks
+        assert self.pool.num_referenced == len(references)
+        assert all(len(set(table)) == len(table) for table in tables)
+        stats = self.scheduler.stats
+        assert (stats.free_blocks, stats.running + stats.waiting) == (self.pool.num_free, len(self.live))
+
+    def drain(self):
+        steps = 0
+        bound = 1 + sum(self.most_tokens // self.budget + 1 + self.expected_length(name) for name in self.live)
+        while self.live:
+            self.step()
+            self.check_blocks()
+            steps += 1
+            assert steps <= bound
+        assert self.scheduler.schedule() is None
+        assert self.pool.num_free == self.pool.num_blocks
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    hash_patch = None
+
+    @initialize(
+        num_blocks=st.integers(1, 12),
+        block_size=st.integers(1, 4),
+        max_num_seqs=st.integers(1, 5),
+        budget=st.integers(1, 20),
+        max_model_len=st.integers(2, 40),
+        caching=st.sampled_from([True, True, False]),
+        constant_hash=st.booleans(),
+    )
+    def start(self, num_blocks, block_size, max_num_seqs, budget, max_model_len, caching, constant_hash):
+        if constant_hash:
+            self.hash_patch = patch.object(PrefixKey, "__hash__", lambda key: 0)
+            self.hash_patch.start()
+        self.simulation = Simulation(
+            num_blocks,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            max_model_len=max_model_len,
+            enable_prefix_caching=caching,
+        )
+        self.names = iter(range(10**6))
+
+    @rule(
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=20),
+        max_tokens=st.integers(1, 12),
+        min_tokens=st.integers(0, 3),
+        ignore_eos=st.booleans(),
+    )
+    def add(self, prompt, max_tokens, min_tokens, ignore_eos):
+        most = self.simulation.most_tokens - 1
+        self.simulation.add(
+            f"r{next(self.names)}",
+            prompt[:most],
+            max_tokens=max_tokens,
+            min_tokens=min(min_tokens, max_tokens),
+            ignore_eos=ignore_eos,
+        )
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.simulation.expected)
+    def add_what_an_earlier_one_knows(self, data):
+        name = data.draw(st.sampled_from(sorted(self.simulation.expected)))
+        request = self.simulation.live.get(name)
+        tokens = request.token_ids if request else self.simulation.expected[name][0]
+        self.simulation.add(f"r{next(self.names)}", tokens[: self.simulation.most_tokens - 1], max_tokens=6)
+
+    @rule(surplus=st.integers(0, 9))
+    def add_too_long(self, surplus):
+        with pytest.raises(ValueError, match=r"raise max_model_len|num_kvcache_blocks"):
+            self.simulation.scheduler.add(
+                Request("long", [0] * (self.simulation.most_tokens + surplus), SamplingParams())
+            )
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.simulation.live)
+    def add_an_id_in_use(self, data):
+        name = data.draw(st.sampled_from(list(self.simulation.live)))
+        with pytest.raises(ValueError, match="still being processed"):
+            self.simulation.scheduler.add(Request(name, [0], SamplingParams()))
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.simulation.live)
+    def abort(self, data):
+        self.simulation.abort(data.draw(st.sampled_from(list(self.simulation.live))))
+
+    @rule(steps=st.integers(1, 4))
+    def step(self, steps):
+        for _ in range(steps):
+            self.simulation.step()
+            self.simulation.check_blocks()
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.simulation.live)
+    def abort_while_a_step_is_under_way(self, data):
+        self.simulation.step([data.draw(st.sampled_from(list(self.simulation.live)))])
+
+    @rule()
+    @precondition(lambda self: self.simulation.live)
+    def a_step_that_is_never_completed(self):
+        self.simulation.scheduler.schedule()
+
+    @invariant()
+    def blocks_are_accounted_for(self):
+        if hasattr(self, "simulation"):
+            self.simulation.check_blocks()
+
+    def teardown(self):
+        try:
+            if hasattr(self, "simulation"):
+                self.simulation.drain()
+        finally:
+            if self.hash_patch:
+                self.hash_patch.stop()
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(
+    max_examples=120, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "changes", "preempts"),
+    [
+        (2000, {}, False),
+        (50, {}, True),
+        (2000, {"max_num_batched_tokens": 32}, False),
+        (2000, {"enable_prefix_caching": False}, False),
+        (50, {"enable_prefix_caching": False}, True),
+        (50, {"max_num_batched_tokens": 32, "max_num_seqs": 3}, True),
+    ],
+)
+def test_random_requests_with_shared_prefixes(num_blocks, changes, preempts):
+    draw = random.Random(0)
+    limits = {
+        "block_size": 16,
+        "max_num_seqs": 32,
+        "max_num_batched_tokens": 512,
+        "max_model_len": 800,
+        "enable_prefix_caching": True,
+    }
+    simulation = Simulation(num_blocks, vocabulary=1000, **(limits | changes))
+    heads = [[draw.randrange(1000) for _ in range(300)] for _ in range(4)]
+    for i in range(60):
+        length = draw.randint(1, 600)
+        tail = [draw.randrange(1000) for _ in range(600)]
+        prompt = (draw.choice(heads)[: draw.randint(0, 300)] + tail)[:length]
+        simulation.add(f"r{i}", prompt, max_tokens=draw.randint(1, 60), ignore_eos=True)
+    simulation.drain()
+    stats = simulation.scheduler.stats
+    assert (stats.preemptions > 0) == preempts
+    assert (stats.prefix_hit_tokens > 0) == simulation.limits["enable_prefix_caching"]
+    assert stats.scheduled_tokens + stats.prefix_hit_tokens >= stats.prompt_tokens
