@@ -8,7 +8,7 @@ The module is used three ways, which share every layer and differ in how attenti
 - `model.paged(...)` with one token a row: decode.
 """
 
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import jax.numpy as jnp
 from flax import nnx
@@ -25,6 +25,7 @@ Cache = TypeVar("Cache")
 Rotation = tuple[Float[Array, "*batch half"], Float[Array, "*batch half"]]
 
 
+@runtime_checkable
 class Attend(Protocol[Cache]):
     """How attention finds its context: given a layer's q, k, v and the cache, the output and the new cache."""
 

@@ -86,9 +86,12 @@ def test_what_continued_an_evicted_content_stays_unreachable():
     assert cache.register(ROOT, [1, 2], second[0]) == ids[0]
     cache.register(ids[0], [3, 4], second[1])
     pool.free(first)
-    pool.allocate(2)  # evicts the content [1, 2]
+    assert first[0] in pool.allocate(2)  # evicts the content [1, 2]
     assert cache.match([1, 2, 3, 4], 2) == ([], ROOT)
-    assert cache.register(ROOT, [1, 2], second[0]) not in ids
+    # New content in the same block is a new parent: [3, 4] was computed after [1, 2], not after [9, 9].
+    assert cache.register(ROOT, [9, 9], first[0]) not in ids
+    assert cache.match([9, 9, 3, 4], 2)[0] == first
+    cache.register(ROOT, [1, 2], second[0])
     assert cache.match([1, 2, 3, 4], 2)[0] == second[:1]
 
 

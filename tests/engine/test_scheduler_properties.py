@@ -69,6 +69,7 @@ class Simulation:
         self.expected = {}  # id -> output and finish reason when run alone
         self.digests = {}  # id -> digests of its known tokens
         self.computed = {}  # id -> (preemptions at the time, computed tokens)
+        self.received = Counter()  # id -> tokens sampled
         self.waited = Counter()  # id -> steps since it has been the oldest
 
     def add(self, name, prompt, **params):
@@ -106,6 +107,8 @@ class Simulation:
         received = self.scheduler.complete(step, tokens)
         assert received == [row.request for row in step.rows if row.samples and row.request.finish_reason != "abort"]
         for request in received:
+            self.received[request.request_id] += 1
+            assert self.received[request.request_id] == request.num_output_tokens  # every token is sampled once
             if request.is_finished:
                 del self.live[request.request_id]
                 assert (request.output_token_ids, request.finish_reason) == self.expected[request.request_id]
@@ -188,10 +191,12 @@ class Simulation:
         bound = 1 + sum(self.most_tokens // self.budget + 1 + self.expected_length(name) for name in self.live)
         while self.live:
             self.step()
-            self.check_blocks()
+            if steps % (1 + self.pool.num_blocks // 100) == 0:  # the check looks at every block: seldom, where many
+                self.check_blocks()
             steps += 1
             assert steps <= bound
         assert self.scheduler.schedule() is None
+        self.check_blocks()
         assert self.pool.num_free == self.pool.num_blocks
 
 

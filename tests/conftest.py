@@ -1,0 +1,52 @@
+"""What all tests share: eight CPU devices, a compilation cache for the run, the marker `gpu`, tiny models."""
+
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from tiny import tiny_checkpoint
+
+# Before the backend starts: tensor parallelism is tested on several devices of one CPU.
+jax.config.update("jax_num_cpu_devices", 8)
+
+_cache = tempfile.TemporaryDirectory(prefix="jaxllm-tests-")
+jax.config.update("jax_compilation_cache_dir", _cache.name)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip GPU tests where there is none."""
+    if any(item.get_closest_marker("gpu") for item in items) and jax.default_backend() != "gpu":
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Write a tiny checkpoint; arguments as `tiny_checkpoint`."""
+
+    def write(family: str = "qwen3", **options: Any) -> Path:
+        return tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"), family, **options)
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def small_llm(tiny: Callable[..., Path]) -> Iterator[Any]:
+    """One small engine for tests that only need some engine; they leave nothing behind in it."""
+    from jaxllm import LLM
+
+    yield LLM(
+        str(tiny()),
+        dtype="float32",
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        max_model_len=256,
+        kvcache_block_size=16,
+        num_kvcache_blocks=128,
+    )

@@ -1,0 +1,122 @@
+"""The output of a request depends on nothing but the request: not on neighbours, pool size, chunks, prefix hits."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxllm import LLM, SamplingParams
+
+NUM_REQUESTS = 200
+BASE = {
+    "dtype": "float32",
+    "max_num_seqs": 24,
+    "max_num_batched_tokens": 512,
+    "max_model_len": 768,
+    "kvcache_block_size": 16,
+    "num_kvcache_blocks": 1200,
+    "enforce_eager": True,
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny: Any) -> Path:
+    return tiny()
+
+
+@pytest.fixture(scope="module")
+def requests() -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts of 1 to 600 tokens, a third of which begin with one of four long prefixes; outputs of 1 to 120."""
+    rng = np.random.default_rng(0)
+    prefixes = [rng.integers(0, 330, n).tolist() for n in (16, 64, 200, 331)]
+    prompts, params = [], []
+    for i in range(NUM_REQUESTS):
+        prompt = rng.integers(0, 330, rng.integers(1, 601)).tolist()
+        if i % 3 == 0:
+            prefix = prefixes[rng.integers(4)]
+            prompt = (prefix + prompt)[: max(len(prefix) + 1, len(prompt))][:600]
+        if i % 17 == 16:
+            prompt = prompts[i - 9]  # the very same prompt again
+        prompts.append(prompt)
+        params.append(SamplingParams(temperature=0, max_tokens=int(rng.integers(1, 121)), ignore_eos=True))
+    return prompts, params
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint: Path, requests: tuple[list[list[int]], list[SamplingParams]]) -> list[list[int]]:
+    """What each request gives with the engine to itself and no prefix cache."""
+    llm = LLM(str(checkpoint), **BASE | {"enable_prefix_caching": False, "max_num_seqs": 1})
+    tokens = [llm.generate(p, s, use_tqdm=False)[0].outputs[0].token_ids for p, s in zip(*requests, strict=True)]
+    assert [len(t) for t in tokens] == [s.max_tokens for s in requests[1]]
+    assert len({tuple(t) for t in tokens}) > NUM_REQUESTS * 0.8, "the model says the same to everybody"
+    return tokens
+
+
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "together": {},
+    "tiny pool": {"num_kvcache_blocks": 60},
+    "tiny pool, no prefix cache": {"num_kvcache_blocks": 60, "enable_prefix_caching": False},
+    "chunks of 32": {"max_num_batched_tokens": 32},
+    "no prefix cache": {"enable_prefix_caching": False},
+    "blocks of 64": {"kvcache_block_size": 64, "num_kvcache_blocks": 300},
+}
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_same_tokens_as_alone(
+    name: str, checkpoint: Path, requests: tuple[list[list[int]], list[SamplingParams]], alone: list[list[int]]
+) -> None:
+    options = CONFIGURATIONS[name]
+    llm = LLM(str(checkpoint), **BASE | options)
+    outputs = llm.generate(*requests, use_tqdm=False)
+    different = [i for i, o in enumerate(outputs) if o.outputs[0].token_ids != alone[i]]
+    assert not different
+
+    stats = llm.stats.scheduler
+    assert stats.output_tokens == sum(map(len, alone))
+    assert stats.running == stats.waiting == 0
+    assert stats.free_blocks == llm.stats.num_kvcache_blocks
+    assert (stats.preemptions > 20) == ("tiny pool" in name)
+    assert (stats.prefix_hit_tokens > 0) == options.get("enable_prefix_caching", True)
+    assert sum(o.metrics.num_preemptions for o in outputs) == stats.preemptions
+    assert any(o.metrics.num_cached_tokens > 0 for o in outputs) == options.get("enable_prefix_caching", True)
+
+
+@pytest.mark.parametrize("tensor_parallel_size", [2, 4])
+def test_tensor_parallelism_gives_the_same_tokens(
+    tensor_parallel_size: int, tiny: Any, requests: tuple[list[list[int]], list[SamplingParams]]
+) -> None:
+    path = str(tiny(num_attention_heads=8, num_key_value_heads=4))
+    some = ([p[:200] for p in requests[0][:40]], requests[1][:40])
+    one = LLM(path, **BASE).generate(*some, use_tqdm=False)
+    llm = LLM(path, **BASE | {"tensor_parallel_size": tensor_parallel_size})
+    many = llm.generate(*some, use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in many] == [o.outputs[0].token_ids for o in one]
+
+    kv = llm.engine.runner.kv
+    shards = kv.addressable_shards
+    assert {shard.device.id for shard in shards} == set(range(tensor_parallel_size))
+    assert {shard.data.shape[3] for shard in shards} == {4 // tensor_parallel_size}
+    assert sorted(shard.index[3].start or 0 for shard in shards) == list(range(0, 4, 4 // tensor_parallel_size))
+    per_device = {shard.data.nbytes for shard in shards}
+    assert per_device == {llm.engine.runner.layout.block_bytes * llm.stats.num_kvcache_blocks}
+
+
+def test_more_devices_than_kv_heads_replicate_them(tiny: Any) -> None:
+    """8 devices, 4 KV heads."""
+    path = str(tiny(num_attention_heads=8, num_key_value_heads=4))
+    prompts = [list(range(i, i + 5 * i + 1)) for i in range(8)]
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    one = LLM(path, **BASE).generate(prompts, params, use_tqdm=False)
+    llm = LLM(path, **BASE | {"tensor_parallel_size": 8})
+    eight = llm.generate(prompts, params, use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in eight] == [o.outputs[0].token_ids for o in one]
+    assert {shard.data.shape[3] for shard in llm.engine.runner.kv.addressable_shards} == {1}
+
+
+@pytest.mark.parametrize(("size", "expected"), [(3, "Sizes that do: 1, 2, 4, 8"), (16, "8 cpu device")])
+def test_sizes_that_do_not_divide_are_refused(size: int, expected: str, tiny: Any) -> None:
+    path = str(tiny(num_attention_heads=8, num_key_value_heads=4))
+    with pytest.raises(ValueError, match=f"tensor_parallel_size={size}.*{expected}"):
+        LLM(path, **BASE | {"tensor_parallel_size": size})

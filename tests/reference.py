@@ -1,0 +1,82 @@
+"""The PyTorch reference: logits and greedy continuations of transformers."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def reference_model(path: Path, gguf_file: str | None = None) -> Any:
+    """The checkpoint as transformers loads it, float32, on the CPU."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, gguf_file=gguf_file, dtype=torch.float32).eval()
+
+
+def reference_logits(model: Any, tokens: np.ndarray) -> np.ndarray:
+    """Logits `[batch, tokens, vocab]`, dense causal attention."""
+    import torch
+
+    with torch.no_grad():
+        return model(torch.tensor(tokens)).logits.numpy()
+
+
+def reference_greedy(
+    model: Any, prompts: Sequence[Sequence[int]], new_tokens: int, num_valid_tokens: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Greedy tokens of transformers' `generate`, end-of-sequence ignored, and the gap of its top two logits.
+
+    Returns:
+        Two arrays `[prompts, new_tokens]`.
+    """
+    import torch
+    from transformers import LogitsProcessor, LogitsProcessorList
+
+    gaps = []
+
+    class Record(LogitsProcessor):
+        def __call__(self, input_ids: Any, scores: Any) -> Any:
+            scores[:, num_valid_tokens:] = -torch.inf
+            top = scores.topk(2).values
+            gaps.append((top[:, 0] - top[:, 1]).numpy())
+            return scores
+
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    with torch.no_grad():
+        out = model.generate(
+            ids,
+            attention_mask=mask,
+            do_sample=False,
+            temperature=None,
+            top_p=None,
+            top_k=None,
+            repetition_penalty=None,
+            max_new_tokens=new_tokens,
+            eos_token_id=None,
+            pad_token_id=0,
+            logits_processor=LogitsProcessorList([Record()]),
+        )
+    return out[:, longest:].numpy(), np.stack(gaps, axis=1)
+
+
+def assert_greedy_equal(got: Sequence[Sequence[int]], tokens: np.ndarray, gaps: np.ndarray, near_tie: float) -> int:
+    """Each row equals the reference up to a position where the reference's own top two are a near-tie.
+
+    Returns:
+        How many tokens were equal.
+    """
+    equal = 0
+    for row, (ours, theirs) in enumerate(zip(got, tokens, strict=True)):
+        assert len(ours) == len(theirs)
+        different = np.flatnonzero(np.asarray(ours) != theirs)
+        if len(different):
+            first = different[0]
+            assert gaps[row, first] < near_tie, (row, first, gaps[row, first], list(ours)[first], theirs[first])
+            equal += int(first)
+        else:
+            equal += len(theirs)
+    return equal

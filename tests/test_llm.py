@@ -1,0 +1,341 @@
+"""`LLM` as a user meets it: results in order, limits, refusals, streams, aborts, seeds, stops."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxllm import LLM, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+def free_blocks(llm: LLM) -> int:
+    return llm.stats.scheduler.free_blocks
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind(request: pytest.FixtureRequest) -> Any:
+    yield
+    if "small_llm" in request.fixturenames:
+        llm = request.getfixturevalue("small_llm")
+        assert not llm.engine.has_unfinished_requests()
+        assert free_blocks(llm) == llm.stats.num_kvcache_blocks
+        assert llm.stats.compilations_after_ready == 0
+
+
+# --- prompts and results
+
+
+def test_text_ids_and_mixed_lists_give_results_in_order(small_llm: LLM) -> None:
+    text, ids = "The small model", small_llm.tokenizer.encode("Once upon a time")
+    outputs = small_llm.generate([text, ids, "x"], GREEDY, use_tqdm=False)
+    assert [o.prompt for o in outputs] == [text, None, "x"]
+    assert outputs[0].prompt_token_ids == small_llm.tokenizer.encode(text)
+    assert outputs[1].prompt_token_ids == ids
+    for output in outputs:
+        completion = output.outputs[0]
+        assert output.finished and completion.finish_reason == "length" and len(completion.token_ids) == 12
+        assert completion.text == small_llm.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+        assert output.metrics.time_to_first_token > 0
+        assert output.metrics.finished_time >= output.metrics.first_token_time
+    single = [small_llm.generate(p, GREEDY, use_tqdm=False)[0] for p in (text, ids, "x")]
+    assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in single]
+    as_array = small_llm.generate(np.array(ids), GREEDY, use_tqdm=False)[0]
+    assert as_array.outputs[0].token_ids == single[1].outputs[0].token_ids
+
+
+def test_one_params_for_each_prompt(small_llm: LLM) -> None:
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (1, 7, 3)]
+    outputs = small_llm.generate(["a", "b", "c"], params, use_tqdm=False)
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [1, 7, 3]
+    with pytest.raises(ValueError, match="2 sampling_params for 3 prompts"):
+        small_llm.generate(["a", "b", "c"], params[:2], use_tqdm=False)
+
+
+def test_no_prompts_give_no_results(small_llm: LLM) -> None:
+    assert small_llm.generate([], GREEDY) == []
+
+
+def test_progress_bar_counts_requests(small_llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    small_llm.generate(["a", "b"], GREEDY)
+    assert "2/2" in capsys.readouterr().err
+
+
+# --- refusals
+
+
+@pytest.mark.parametrize(
+    ("prompt", "kind", "message"),
+    [
+        ("", ValueError, "empty"),
+        ([], ValueError, "empty"),
+        ([5, 10**6], ValueError, "token id 1000000.*0 to 390"),
+        ([-1], ValueError, "token id -1"),
+        (3, TypeError, "text or a list of token ids"),
+        ([1.5, 2], TypeError, "text or a list of token ids"),
+        ([1] * 256, ValueError, "256 tokens, at most 255.*max_model_len"),
+        ([1] * 1000, ValueError, "1000 tokens, at most 255"),
+    ],
+)
+def test_a_bad_prompt_is_named_and_harms_nothing(
+    small_llm: LLM, prompt: Any, kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=f"prompt 1: .*{message}"):
+        small_llm.generate(["short", prompt, "short"], GREEDY, use_tqdm=False)
+    assert not small_llm.engine.has_unfinished_requests()
+    outputs = small_llm.generate(["short", prompt, "short"], GREEDY, use_tqdm=False, on_error="return")
+    assert [o.outputs[0].finish_reason for o in outputs] == ["length", "error", "length"]
+    assert outputs[0].error is None and outputs[1].error
+    assert len(small_llm.generate(["short"], GREEDY, use_tqdm=False)) == 1
+
+
+def test_all_bad_prompts_are_named_together(small_llm: LLM) -> None:
+    with pytest.raises(ValueError, match="(?s)prompt 0: .*prompt 2: "):
+        small_llm.generate(["", "fine", [1] * 999], GREEDY, use_tqdm=False)
+
+
+def test_empty_single_prompts(small_llm: LLM) -> None:
+    with pytest.raises(ValueError, match="empty"):
+        small_llm.generate("", GREEDY)
+    with pytest.raises(ValueError, match="empty"):
+        small_llm.generate([[]], GREEDY)
+
+
+def test_misspelt_options_are_refused(tiny: Callable[..., Path]) -> None:
+    with pytest.raises(TypeError, match=r"unknown option\(s\) max_num_seq; known: .*max_num_seqs"):
+        LLM(str(tiny()), max_num_seq=3)
+    with pytest.raises(TypeError, match="sampling_parms"):
+        LLM.generate(None, "a", sampling_parms=GREEDY)  # type: ignore[call-arg, arg-type]
+
+
+@pytest.mark.parametrize("value", ["always", None])
+def test_on_error_is_checked(small_llm: LLM, value: Any) -> None:
+    with pytest.raises(ValueError, match="on_error must be"):
+        small_llm.generate("a", GREEDY, on_error=value)
+
+
+# --- lengths
+
+
+@pytest.mark.parametrize(("length", "generated"), [(254, 2), (255, 1)])
+def test_prompt_and_output_stay_within_max_model_len(small_llm: LLM, length: int, generated: int) -> None:
+    output = small_llm.generate([[7] * length], GREEDY, use_tqdm=False)[0].outputs[0]
+    assert (len(output.token_ids), output.finish_reason) == (generated, "length")
+
+
+def test_a_request_that_outgrows_the_pool_ends_with_length(tiny: Callable[..., Path]) -> None:
+    """Two blocks; the prompt fills both."""
+    llm = LLM(
+        str(tiny()), dtype="float32", max_num_seqs=4, max_num_batched_tokens=64, max_model_len=128,
+        kvcache_block_size=16, num_kvcache_blocks=2, enforce_eager=True,
+    )  # fmt: skip
+    output = llm.generate([[7] * 32], GREEDY, use_tqdm=False)[0].outputs[0]
+    assert (len(output.token_ids), output.finish_reason) == (1, "length")
+    outputs = llm.generate([[7] * 5, [7] * 33, [7] * 30], GREEDY, use_tqdm=False, on_error="return")
+    assert "needs 3 KV-cache blocks" in outputs[1].error and "has 2" in outputs[1].error
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [12, 0, 3]
+    assert free_blocks(llm) == 2
+
+
+# --- stops
+
+
+def test_eos_and_stop_ids(tiny: Callable[..., Path]) -> None:
+    """Whatever greedy decoding says third is declared to be an end."""
+    path = tiny()
+    options = {"dtype": "float32", "max_model_len": 128, "num_kvcache_blocks": 16, "enforce_eager": True}
+    llm = LLM(str(path), **options)
+    prompt = [3, 1, 4, 1, 5]
+    plain = llm.generate([prompt], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+    ends = [plain[2], 389]
+    first = plain.index(ends[0])
+
+    def run(llm: LLM, **fields: Any) -> Any:
+        return llm.generate([prompt], SamplingParams(temperature=0, max_tokens=12, **fields), use_tqdm=False)[0].outputs[0]
+
+    stopped = run(llm, stop_token_ids=ends, ignore_eos=True)
+    assert (stopped.token_ids, stopped.finish_reason, stopped.stop_reason) == (plain[: first + 1], "stop", ends[0])
+    late = run(llm, stop_token_ids=ends, ignore_eos=True, min_tokens=8)
+    assert len(late.token_ids) >= 8 and ends[0] not in late.token_ids[:7]
+
+    import json
+
+    generation = path / "generation_config.json"
+    generation.write_text(json.dumps({"eos_token_id": list(reversed(ends))}))
+    two_ends = LLM(str(path), **options)
+    assert set(ends) <= set(two_ends.model_config.eos_token_ids)
+    by_eos = run(two_ends)
+    assert (by_eos.token_ids, by_eos.finish_reason, by_eos.stop_reason) == (plain[: first + 1], "stop", None)
+    assert run(two_ends, ignore_eos=True).token_ids == plain
+
+
+def test_stop_strings_across_token_borders(small_llm: LLM) -> None:
+    prompt = "The quick"
+    params = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
+    plain = small_llm.generate(prompt, SamplingParams(**params), use_tqdm=False)[0].outputs[0]
+    text = plain.text
+    middle = len(text) // 2
+    for stop in (text[middle : middle + 5], text[-1], text[0]):
+        output = small_llm.generate(prompt, SamplingParams(**params, stop=[stop, "never said"]), use_tqdm=False)[0]
+        completion = output.outputs[0]
+        assert completion.text == text[: text.index(stop)]
+        assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+        assert len(completion.token_ids) <= len(plain.token_ids)
+
+
+# --- draws
+
+
+def test_a_seeded_request_draws_the_same_in_any_company(small_llm: LLM) -> None:
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 300, n).tolist() for n in rng.integers(1, 100, 20)]
+    params = [
+        SamplingParams(temperature=0.9 + i / 20, top_p=[1.0, 0.9][i % 2], top_k=[0, 50, 5][i % 3], seed=i, max_tokens=15)
+        for i in range(20)
+    ]
+
+    def run(order: list[int]) -> dict[int, list[int]]:
+        outputs = small_llm.generate([prompts[i] for i in order], [params[i] for i in order], use_tqdm=False)
+        return {i: o.outputs[0].token_ids for i, o in zip(order, outputs, strict=True)}
+
+    together = run(list(range(20)))
+    assert run(list(reversed(range(20)))) == together
+    assert {i: run([i])[i] for i in range(0, 20, 5)} == {i: together[i] for i in range(0, 20, 5)}
+    other = small_llm.generate([prompts[0]], SamplingParams(temperature=0.9, seed=99, max_tokens=15), use_tqdm=False)
+    assert other[0].outputs[0].token_ids != together[0]
+
+
+def test_unseeded_requests_draw_differently(small_llm: LLM) -> None:
+    outputs = small_llm.generate(["same"] * 8, SamplingParams(temperature=1.5, max_tokens=10), use_tqdm=False)
+    assert len({tuple(o.outputs[0].token_ids) for o in outputs}) > 4
+
+
+def test_ids_beyond_the_tokenizer_are_never_sampled(small_llm: LLM) -> None:
+    """The checkpoint has 391 rows, the tokenizer 332 tokens."""
+    known = len(small_llm.tokenizer)
+    assert known < small_llm.model_config.vocab_size
+    outputs = small_llm.generate([[1]] * 8, SamplingParams(temperature=50.0, max_tokens=100, ignore_eos=True), use_tqdm=False)
+    tokens = [token for o in outputs for token in o.outputs[0].token_ids]
+    assert max(tokens) < known and len(set(tokens)) > known / 2
+
+
+# --- streams and aborts
+
+
+def test_stream_joins_to_the_text(small_llm: LLM) -> None:
+    params = SamplingParams(temperature=1.2, seed=3, max_tokens=60, ignore_eos=True)
+    whole = small_llm.generate(["one", "two"], params, use_tqdm=False)
+    deltas = list(small_llm.stream(["one", "two"], params))
+    for index in (0, 1):
+        own = [delta for delta in deltas if delta.index == index]
+        assert "".join(delta.text for delta in own) == whole[index].outputs[0].text
+        assert [t for delta in own for t in delta.token_ids] == whole[index].outputs[0].token_ids
+        assert [delta.output is not None for delta in own] == [False] * (len(own) - 1) + [True]
+        assert own[-1].output.outputs == whole[index].outputs
+    assert len(deltas) > 60
+
+
+def test_a_closed_stream_leaves_nothing(small_llm: LLM) -> None:
+    stream = small_llm.stream(["one", "two", "three"], GREEDY)
+    next(stream)
+    assert small_llm.engine.has_unfinished_requests()
+    stream.close()
+    assert not small_llm.engine.has_unfinished_requests()
+
+
+def test_an_error_in_a_step_leaves_nothing(small_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = small_llm.generate("one", GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+    with monkeypatch.context() as patched:
+        patched.setattr(small_llm.engine.runner, "execute", lambda step: (_ for _ in ()).throw(RuntimeError("device lost")))
+        with pytest.raises(RuntimeError, match="device lost"):
+            small_llm.generate(["one", "two"], GREEDY, use_tqdm=False)
+    assert not small_llm.engine.has_unfinished_requests()
+    assert small_llm.generate("one", GREEDY, use_tqdm=False)[0].outputs[0].token_ids == expected
+
+
+def test_request_ids_and_aborts(small_llm: LLM) -> None:
+    engine, free = small_llm.engine, free_blocks(small_llm)
+    engine.add_request("a", "hello", GREEDY)
+    with pytest.raises(ValueError, match="'a' is still being processed"):
+        engine.add_request("a", "again", GREEDY)
+    engine.add_request("b", "world", GREEDY)
+    engine.step()
+    aborted = engine.abort_request("a")
+    assert (aborted.outputs[0].finish_reason, len(aborted.outputs[0].token_ids)) == ("abort", 1)
+    assert engine.abort_request("a") is None
+    engine.add_request("a", "hello", GREEDY)
+    finished = {}
+    while engine.has_unfinished_requests():
+        finished |= {u.request_id: u.output for u in engine.step() if u.output}
+    assert {key: len(o.outputs[0].token_ids) for key, o in finished.items()} == {"a": 12, "b": 12}
+    assert free_blocks(small_llm) == free
+
+
+def test_requests_added_while_running_respect_the_cap(small_llm: LLM) -> None:
+    engine = small_llm.engine
+    for i in range(5):
+        engine.add_request(f"first{i}", [i + 1] * 20, GREEDY)
+    finished = 0
+    for step in range(200):
+        if step == 2:
+            for i in range(10):
+                engine.add_request(f"later{i}", [i + 1] * 30, GREEDY)
+        finished += sum(u.output is not None for u in engine.step())
+        assert small_llm.stats.scheduler.running <= 8
+    assert finished == 15
+
+
+# --- chat
+
+
+def test_chat_goes_through_the_template(small_llm: LLM) -> None:
+    messages = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hello?"}]
+    output = small_llm.chat(messages, GREEDY, use_tqdm=False)[0]
+    rendered = small_llm.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert small_llm.tokenizer.decode(output.prompt_token_ids) == rendered
+    two = small_llm.chat([messages, messages[1:]], GREEDY, use_tqdm=False, chat_template_kwargs={"enable_thinking": False})
+    assert all("</think>" in small_llm.tokenizer.decode(o.prompt_token_ids) for o in two)
+    assert "</think>" not in rendered
+
+
+# --- repeated prompts
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 4])
+def test_a_prompt_of_whole_blocks_twice(small_llm: LLM, blocks: int) -> None:
+    """Everything is cached the second time but the last token, which is computed again."""
+    prompt = np.random.default_rng(blocks).integers(0, 300, 16 * blocks).tolist()
+    first, second = (small_llm.generate([prompt], GREEDY, use_tqdm=False)[0] for _ in range(2))
+    assert first.outputs[0].token_ids == second.outputs[0].token_ids
+    assert second.metrics.num_cached_tokens == 16 * (blocks - 1)
+
+
+# --- options
+
+
+def test_max_model_len_is_capped_by_the_model(tiny: Callable[..., Path], caplog: pytest.LogCaptureFixture) -> None:
+    options = {"dtype": "float32", "num_kvcache_blocks": 4, "enforce_eager": True}
+    with caplog.at_level(logging.WARNING):
+        llm = LLM(str(tiny()), max_model_len=99999, **options)
+    assert llm.engine.scheduler.max_model_len == 1024
+    assert "99999" in caplog.text and "1024" in caplog.text
+    assert LLM(str(tiny()), **options).engine.scheduler.max_model_len == 1024
+
+
+def test_token_ids_alone_need_no_tokenizer(tiny: Callable[..., Path]) -> None:
+    path = tiny()
+    for file in path.glob("*token*"):
+        file.unlink()
+    options = {"dtype": "float32", "num_kvcache_blocks": 8, "enforce_eager": True, "max_num_seqs": 2}
+    with pytest.raises(ValueError, match="tokenizer"):
+        LLM(str(path), **options)
+    llm = LLM(str(path), skip_tokenizer_init=True, **options)
+    assert len(llm.generate([[1, 2]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 12
+    with pytest.raises(TypeError, match="skip_tokenizer_init"):
+        llm.generate("text", GREEDY)
+    with pytest.raises(ValueError, match="stop=.*tokenizer"):
+        llm.generate([[1]], SamplingParams(stop="x"))
