@@ -1,0 +1,24 @@
+"""`python -m jaxllm.bench NAME`: run one benchmark; `python -m jaxllm.bench NAME --help` tells its options."""
+
+import sys
+from importlib import import_module
+
+BENCHMARKS = {
+    "throughput": "many requests at once, in tokens per second, beside other engines",
+    "memory": "the measured KV-cache capacity against the truth, on a GPU",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Dispatch to the benchmark's own `main`; the exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if not arguments or arguments[0] not in BENCHMARKS:
+        print("usage: python -m jaxllm.bench NAME [options]\n")
+        for name, text in BENCHMARKS.items():
+            print(f"  {name:12} {text}")
+        return 0 if arguments and arguments[0] in ("-h", "--help") else 2
+    return int(import_module(f"jaxllm.bench.{arguments[0]}").main(arguments[1:]) or 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
