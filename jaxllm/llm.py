@@ -210,6 +210,6 @@ def _pair(prompts: Prompt | Sequence[Prompt], params: Params) -> list[tuple[Prom
 
 def _refusal(request_id: str, prompt: Prompt, error: Exception) -> RequestOutput:
     text = prompt if isinstance(prompt, str) else None
-    ids = list(prompt) if text is None and hasattr(prompt, "__iter__") else []
+    ids: list[Any] = list(prompt) if text is None and hasattr(prompt, "__iter__") else []
     completion = CompletionOutput(0, "", [], finish_reason="error")
     return RequestOutput(request_id, text, ids, [completion], finished=True, error=str(error))

@@ -11,7 +11,17 @@ import pytest
 
 from jaxllm.generate import main
 
-OPTIONS = ["--max-tokens", "5", "--ignore-eos", "--max-model-len", "64", "--num-kvcache-blocks", "8", "--dtype", "float32"]
+OPTIONS = [
+    "--max-tokens",
+    "5",
+    "--ignore-eos",
+    "--max-model-len",
+    "64",
+    "--num-kvcache-blocks",
+    "8",
+    "--dtype",
+    "float32",
+]
 
 
 @pytest.fixture(scope="module")

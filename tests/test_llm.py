@@ -94,7 +94,7 @@ def test_a_bad_prompt_is_named_and_harms_nothing(
 
 
 def test_all_bad_prompts_are_named_together(small_llm: LLM) -> None:
-    with pytest.raises(ValueError, match="(?s)prompt 0: .*prompt 2: "):
+    with pytest.raises(ValueError, match=r"(?s)prompt 0: .*prompt 2: "):
         small_llm.generate(["", "fine", [1] * 999], GREEDY, use_tqdm=False)
 
 
@@ -155,7 +155,9 @@ def test_eos_and_stop_ids(tiny: Callable[..., Path]) -> None:
     first = plain.index(ends[0])
 
     def run(llm: LLM, **fields: Any) -> Any:
-        return llm.generate([prompt], SamplingParams(temperature=0, max_tokens=12, **fields), use_tqdm=False)[0].outputs[0]
+        return llm.generate([prompt], SamplingParams(temperature=0, max_tokens=12, **fields), use_tqdm=False)[
+            0
+        ].outputs[0]
 
     stopped = run(llm, stop_token_ids=ends, ignore_eos=True)
     assert (stopped.token_ids, stopped.finish_reason, stopped.stop_reason) == (plain[: first + 1], "stop", ends[0])
@@ -194,7 +196,9 @@ def test_a_seeded_request_draws_the_same_in_any_company(small_llm: LLM) -> None:
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 300, n).tolist() for n in rng.integers(1, 100, 20)]
     params = [
-        SamplingParams(temperature=0.9 + i / 20, top_p=[1.0, 0.9][i % 2], top_k=[0, 50, 5][i % 3], seed=i, max_tokens=15)
+        SamplingParams(
+            temperature=0.9 + i / 20, top_p=[1.0, 0.9][i % 2], top_k=[0, 50, 5][i % 3], seed=i, max_tokens=15
+        )
         for i in range(20)
     ]
 
@@ -218,7 +222,9 @@ def test_ids_beyond_the_tokenizer_are_never_sampled(small_llm: LLM) -> None:
     """The checkpoint has 391 rows, the tokenizer 332 tokens."""
     known = len(small_llm.tokenizer)
     assert known < small_llm.model_config.vocab_size
-    outputs = small_llm.generate([[1]] * 8, SamplingParams(temperature=50.0, max_tokens=100, ignore_eos=True), use_tqdm=False)
+    outputs = small_llm.generate(
+        [[1]] * 8, SamplingParams(temperature=50.0, max_tokens=100, ignore_eos=True), use_tqdm=False
+    )
     tokens = [token for o in outputs for token in o.outputs[0].token_ids]
     assert max(tokens) < known and len(set(tokens)) > known / 2
 
@@ -250,7 +256,9 @@ def test_a_closed_stream_leaves_nothing(small_llm: LLM) -> None:
 def test_an_error_in_a_step_leaves_nothing(small_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = small_llm.generate("one", GREEDY, use_tqdm=False)[0].outputs[0].token_ids
     with monkeypatch.context() as patched:
-        patched.setattr(small_llm.engine.runner, "execute", lambda step: (_ for _ in ()).throw(RuntimeError("device lost")))
+        patched.setattr(
+            small_llm.engine.runner, "execute", lambda step: (_ for _ in ()).throw(RuntimeError("device lost"))
+        )
         with pytest.raises(RuntimeError, match="device lost"):
             small_llm.generate(["one", "two"], GREEDY, use_tqdm=False)
     assert not small_llm.engine.has_unfinished_requests()
@@ -297,7 +305,9 @@ def test_chat_goes_through_the_template(small_llm: LLM) -> None:
     output = small_llm.chat(messages, GREEDY, use_tqdm=False)[0]
     rendered = small_llm.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert small_llm.tokenizer.decode(output.prompt_token_ids) == rendered
-    two = small_llm.chat([messages, messages[1:]], GREEDY, use_tqdm=False, chat_template_kwargs={"enable_thinking": False})
+    two = small_llm.chat(
+        [messages, messages[1:]], GREEDY, use_tqdm=False, chat_template_kwargs={"enable_thinking": False}
+    )
     assert all("</think>" in small_llm.tokenizer.decode(o.prompt_token_ids) for o in two)
     assert "</think>" not in rendered
 
@@ -337,5 +347,5 @@ def test_token_ids_alone_need_no_tokenizer(tiny: Callable[..., Path]) -> None:
     assert len(llm.generate([[1, 2]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 12
     with pytest.raises(TypeError, match="skip_tokenizer_init"):
         llm.generate("text", GREEDY)
-    with pytest.raises(ValueError, match="stop=.*tokenizer"):
+    with pytest.raises(ValueError, match=r"stop=.*tokenizer"):
         llm.generate([[1]], SamplingParams(stop="x"))

@@ -9,7 +9,8 @@ from typing import Any
 from jaxllm.cache.block_pool import BlockPool
 from jaxllm.engine.request import Request
 from jaxllm.engine.runner import Runner
-from jaxllm.engine.scheduler import Scheduler, SchedulerStats
+from jaxllm.engine.scheduler import Scheduler
+from jaxllm.engine.step import SchedulerStats
 from jaxllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from jaxllm.sampling_params import MAX_SUPPRESSED_IDS, SamplingParams
 from jaxllm.text.detokenizer import Detokenizer

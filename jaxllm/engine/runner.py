@@ -17,16 +17,18 @@ from jaxllm.checkpoint.checkpoint import Checkpoint
 from jaxllm.checkpoint.load import load_parameters
 from jaxllm.config import EngineConfig
 from jaxllm.engine.programs import Programs
-from jaxllm.engine.scheduler import Step
+from jaxllm.engine.step import Step
 from jaxllm.engine.step_program import step_function
 from jaxllm.engine.step_shape import PackedLayout, StepShape, StepShapes
-from jaxllm.engine.warm_up import measure
+from jaxllm.engine.warm_up import empty_step, largest, measure
 from jaxllm.memory.report import MemoryReport
-from jaxllm.memory.sizing import CacheDemand, check_weights, size_kv_cache, verify
+from jaxllm.memory.sizing import CacheDemand, check_weights, size_kv_cache
+from jaxllm.memory.verify import settle, verify
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.params import parameter_specs, runtime_config
 from jaxllm.models.weights import Weights
 from jaxllm.parallel.mesh import replicated
+from jaxllm.sampling.sampler import SamplingMode
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +49,7 @@ class RunnerSpec:
 
 
 class Runner:
-    """Start-up in its only order: load, warm up, measure, size, allocate, compile, verify."""
+    """Start-up in its only order: load, warm up and measure, size, compile, verify, allocate, rehearse."""
 
     def __init__(self, spec: RunnerSpec, checkpoint: Checkpoint):
         self.spec = spec
@@ -69,9 +71,14 @@ class Runner:
             step_buffer_bytes=_STEPS_IN_FLIGHT * max(PackedLayout(shape).nbytes for shape in self.shapes.all()),
         )
         check_weights(devices, demand)
-        self.weights = _load(spec, checkpoint)
+        self.weights = load(spec, checkpoint)
         self.memory_report = self._size(demand, devices)
-        self._build(demand, devices)
+        self.programs = self._compile(demand)
+        self.kv = self.layout.allocate(self.num_blocks, spec.mesh)
+        self._rehearse()
+        if not config.enforce_eager:
+            self.programs.mark_ready()
+        self.memory_report = settle(self.memory_report, devices)
         self.memory_report = replace(self.memory_report, startup_seconds=time.perf_counter() - start)
         for line in self.memory_report.lines():
             logger.info("%s", line)
@@ -84,27 +91,34 @@ class Runner:
     def _size(self, demand: CacheDemand, devices: list[jax.Device]) -> MemoryReport:
         """How many blocks: measured with the largest programs, on a small cache that is gone afterwards."""
         spec = self.spec
-        compile_for = partial(partial, _compile, spec, self.weights, self.layout)
+        compile_for = partial(partial, compile_step, spec, self.weights, self.layout)
         warm_up = partial(
-            measure, self.weights.leaves, self.layout, spec.mesh, self.shapes, spec.max_model_len, compile_for
+            measure, self.weights.leaves, self.layout, spec.mesh, largest(self.shapes), spec.max_model_len, compile_for
         )
         return size_kv_cache(devices, demand, warm_up)
 
-    def _build(self, demand: CacheDemand, devices: list[jax.Device]) -> None:
-        """Allocate the cache and compile for it; again, smaller, where programs need more than reserved."""
+    def _compile(self, demand: CacheDemand) -> Programs:
+        """Programs for the cache of the decided size; for a smaller one where they need more than was reserved.
+
+        This comes before the cache is allocated: while XLA compares implementations it needs memory of its own.
+        """
         while True:
-            self.kv = self.layout.allocate(self.num_blocks, self.mesh)
-            self.programs = Programs(partial(_compile, self.spec, self.weights, self.layout, self.num_blocks))
+            programs = Programs(partial(compile_step, self.spec, self.weights, self.layout, self.num_blocks))
             if not self.spec.config.enforce_eager:
-                self.programs.prepare(self.shapes.all(), workers=min(8, os.cpu_count() or 1))
-                self.programs.mark_ready()
-            compiled = {program.shape.name: program.compiled for program in self.programs}
-            verified = verify(self.memory_report, demand, devices, compiled)
-            fits = verified.num_kvcache_blocks == self.num_blocks
-            self.memory_report = verified
-            if fits:
-                return
-            self.kv.delete()
+                programs.prepare(self.shapes.all(), workers=min(8, os.cpu_count() or 1))
+            blocks = self.num_blocks
+            compiled = {program.shape.name: program.compiled for program in programs}
+            self.memory_report = verify(self.memory_report, demand, compiled)
+            if self.num_blocks == blocks:
+                return programs
+
+    def _rehearse(self) -> None:
+        """Run every compiled program on empty steps: what they load into the device, they load now."""
+        for program in self.programs:
+            for mode in SamplingMode:
+                packed = jax.device_put(empty_step(program.layout, mode), replicated(self.mesh))
+                _, self.kv = program.compiled(self.weights.leaves, self.kv, packed)
+        jax.block_until_ready(self.kv)
 
     def execute(self, step: Step) -> Int32[np.ndarray, "rows"]:
         """Run one step; the sampled token of each of its rows."""
@@ -114,16 +128,17 @@ class Runner:
         return np.asarray(tokens)[: len(step.rows)]
 
 
-def _load(spec: RunnerSpec, checkpoint: Checkpoint) -> Weights:
+def load(spec: RunnerSpec, checkpoint: Checkpoint) -> Weights:
+    """The checkpoint's parameters on the mesh."""
     tp = spec.config.tensor_parallel_size
     parameters = load_parameters(checkpoint, parameter_specs(spec.model, tp), spec.mesh, spec.dtype)
     return Weights.of(runtime_config(spec.model, tp), spec.dtype, parameters)
 
 
-def _compile(
+def compile_step(
     spec: RunnerSpec, weights: Weights, layout: KVLayout, num_blocks: int, shape: StepShape
 ) -> jax.stages.Compiled:
-    """Compile a program of `shape` ahead of time, for the shardings that its arguments have; the KV array is donated."""
+    """Compile a program of `shape` ahead of time, for the shardings of its arguments; the KV array is donated."""
     step = step_function(weights.graphdef, weights.treedef, shape, spec.mesh, spec.num_valid_tokens)
     leaves = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in weights.leaves)
     packed = jax.ShapeDtypeStruct((PackedLayout(shape).size,), jnp.int32, sharding=replicated(spec.mesh))

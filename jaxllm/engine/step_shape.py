@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int, Int32
 
-from jaxllm.engine.scheduler import ScheduledRow, Step
+from jaxllm.engine.step import ScheduledRow, Step
 from jaxllm.layers.paged_attention import PagedBatch
 from jaxllm.sampling.sampler import SamplingInputs, SamplingMode
 from jaxllm.sampling_params import MAX_SUPPRESSED_IDS

@@ -1,7 +1,7 @@
 """The largest programs, run on made-up steps before the KV cache has its size."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -27,37 +27,43 @@ def measure(
     weights: tuple[jax.Array, ...],
     layout: KVLayout,
     mesh: Mesh,
-    shapes: StepShapes,
+    shapes: Sequence[StepShape],
     max_model_len: int,
     compile_for: CompileFor,
 ) -> tuple[ProgramReport, ...]:
-    """What the programs that could be the largest need while they run: the largest mixed one and the largest decode.
+    """What the programs of `shapes` need while they run, on steps that fill them.
 
-    Both end in the sampler, all of whose modes share one executable, so its largest mode is in the measurement.
+    Each ends in the sampler, all of whose modes share one executable, so its largest mode is in the measurement.
 
     Args:
         weights: the model's arrays.
         layout: of the KV cache.
         mesh: that it all lies on.
-        shapes: the engine's; the largest of each family are measured.
+        shapes: to measure; `largest` names those that could need the most.
         max_model_len: most tokens of a row.
         compile_for: given a number of KV blocks, a function that compiles a shape.
     """
-    largest = [shapes.mixed[-1], shapes.decode[-1]]
     programs = Programs(compile_for(WARM_UP_BLOCKS))
-    programs.prepare(largest, workers=min(len(largest), os.cpu_count() or 1))
+    programs.prepare(list(shapes), workers=min(len(shapes), os.cpu_count() or 1))
     cache = _Cache(layout, mesh)
-    runs = {shape.name: cache.run(weights, programs[shape], max_model_len) for shape in largest}
+    runs = {shape.name: cache.run(weights, programs[shape], max_model_len) for shape in shapes}
     local = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
-    reports = measure_programs(local, {shape.name: programs[shape].compiled for shape in largest}, runs)
-    cache.kv.delete()
+    reports = measure_programs(local, {shape.name: programs[shape].compiled for shape in shapes}, runs)
+    if not cache.kv.is_deleted():
+        cache.kv.delete()
     return reports
+
+
+def largest(shapes: StepShapes) -> list[StepShape]:
+    """The shapes that could need the most: the largest prefill, and the largest decode, whose rows all sample."""
+    return [shapes.mixed[-1], shapes.decode[-1]]
 
 
 class _Cache:
     """A small KV cache, handed from run to run: every program takes it by donation."""
 
     def __init__(self, layout: KVLayout, mesh: Mesh):
+        self.layout, self.mesh = layout, mesh
         self.kv = layout.allocate(WARM_UP_BLOCKS, mesh)
         self.sharding = replicated(mesh)
 
@@ -66,6 +72,8 @@ class _Cache:
         packed = jax.device_put(worst_step(program.layout, max_model_len), self.sharding)
 
         def once() -> None:
+            if self.kv.is_deleted():  # by a run that did not fit
+                self.kv = self.layout.allocate(WARM_UP_BLOCKS, self.mesh)
             tokens, self.kv = program.compiled(weights, self.kv, packed)
             jax.block_until_ready((tokens, self.kv))
 
@@ -89,4 +97,11 @@ def worst_step(layout: PackedLayout, max_model_len: int) -> Int32[np.ndarray, "s
         view[name][:] = np.float32(value).view(np.int32)
     view["top_k"][:] = 20
     view["suppressed"][:] = jnp.iinfo(jnp.int32).max
+    return buffer
+
+
+def empty_step(layout: PackedLayout, mode: SamplingMode) -> Int32[np.ndarray, "size"]:
+    """A step without rows: it touches no block, and runs the sampler in `mode` on rows that nobody reads."""
+    buffer = np.zeros(layout.size, np.int32)
+    buffer[layout.fields["mode"][0]] = mode
     return buffer

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 
@@ -27,7 +28,7 @@ def contract(
 class Linear(nnx.Module):
     """`x @ weight.T + bias`, weight `[features_out, features_in]` as checkpoints store it."""
 
-    def __init__(self, features_in: int, features_out: int, *, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, features_in: int, features_out: int, *, bias: bool, dtype: DTypeLike, rngs: nnx.Rngs):
         init = nnx.initializers.normal(0.02)
         self.weight = nnx.Param(init(rngs.params(), (features_out, features_in), dtype))
         self.bias = nnx.Param(jnp.zeros((features_out,), dtype)) if bias else None
@@ -41,7 +42,7 @@ class Linear(nnx.Module):
 class Embedding(nnx.Module):
     """Token embedding `[vocab, hidden]`; `logits` uses the same matrix as output layer where it is tied."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, vocab_size: int, hidden_size: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.weight = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (vocab_size, hidden_size), dtype))
 
     def __call__(self, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch hidden"]:

@@ -3,13 +3,14 @@
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 
 class RMSNorm(nnx.Module):
     """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension (Zhang & Sennrich 2019), statistics in float32."""
 
-    def __init__(self, size: int, *, eps: float, dtype: jnp.dtype):
+    def __init__(self, size: int, *, eps: float, dtype: DTypeLike):
         self.weight = nnx.Param(jnp.ones((size,), dtype))
         self.eps = eps
 

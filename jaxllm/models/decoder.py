@@ -8,10 +8,12 @@ The module is used three ways, which share every layer and differ in how attenti
 - `model.paged(...)` with one token a row: decode.
 """
 
-from typing import Protocol, TypeVar, runtime_checkable
+from collections.abc import Callable
+from typing import TypeVar
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxllm.layers.attention import causal_attention
@@ -22,21 +24,25 @@ from jaxllm.models.config import ModelConfig
 from jaxllm.models.rope import rope_frequencies
 
 Cache = TypeVar("Cache")
-Rotation = tuple[Float[Array, "*batch half"], Float[Array, "*batch half"]]
+Rotation = tuple[Float[Array, "*positions half"], Float[Array, "*positions half"]]
 
 
-@runtime_checkable
-class Attend(Protocol[Cache]):
-    """How attention finds its context: given a layer's q, k, v and the cache, the output and the new cache."""
+Attend = Callable[[int, Array, Array, Array, Cache], tuple[Array, Cache]]
+"""How attention finds its context: (layer, q, k, v, cache) -> (output, new cache).
 
-    def __call__(self, layer: int, q: Array, k: Array, v: Array, cache: Cache) -> tuple[Array, Cache]:
-        """`q [..., heads, head_dim]`, `k` and `v [..., kv_heads, head_dim]`; the output has the shape of `q`."""
+`q [..., heads, head_dim]`, `k` and `v [..., kv_heads, head_dim]`; the output has the shape of `q`.
+"""
+
+
+def attend_densely(layer: int, q: Array, k: Array, v: Array, cache: None) -> tuple[Array, None]:
+    """Causal attention over the sequence itself, without a cache."""
+    return causal_attention(q, k, v), cache
 
 
 class SelfAttention(nnx.Module):
     """Projections, optional RMSNorm on q and k per head (Qwen3), rotary embedding, output projection."""
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         hidden, dim = config.hidden_size, config.head_dim
         q_size, kv_size, bias = (
             config.num_attention_heads * dim,
@@ -67,7 +73,7 @@ class SelfAttention(nnx.Module):
 class MLP(nnx.Module):
     """SwiGLU feed-forward network."""
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         hidden, mlp, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         self.gate_proj = Linear(hidden, mlp, bias=bias, dtype=dtype, rngs=rngs)
         self.up_proj = Linear(hidden, mlp, bias=bias, dtype=dtype, rngs=rngs)
@@ -81,7 +87,7 @@ class MLP(nnx.Module):
 class DecoderLayer(nnx.Module):
     """Pre-norm residual block: attention, then MLP."""
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         norm = {"eps": config.rms_norm_eps, "dtype": dtype}
         self.input_layernorm = RMSNorm(config.hidden_size, **norm)
         self.self_attn = SelfAttention(config, dtype=dtype, rngs=rngs)
@@ -106,7 +112,7 @@ class Decoder(nnx.Module):
         rngs: for random initialisation; parameters of a checkpoint replace it.
     """
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
         self.layers = nnx.List([DecoderLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)])
@@ -133,11 +139,7 @@ class Decoder(nnx.Module):
         self, index: int, x: Float[Array, "*batch tokens hidden"], angles: Rotation
     ) -> Float[Array, "*batch tokens hidden"]:
         """One block with dense causal attention."""
-
-        def dense(layer: int, q: Array, k: Array, v: Array, cache: None) -> tuple[Array, None]:
-            return causal_attention(q, k, v), cache
-
-        return self.layers[index](x, angles, index, dense, None)[0]
+        return self.layers[index](x, angles, index, attend_densely, None)[0]
 
     def paged(
         self, tokens: Int[Array, "tokens"], positions: Int[Array, "tokens"], attend: Attend[Cache], cache: Cache

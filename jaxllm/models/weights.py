@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.decoder import Decoder
@@ -34,7 +34,7 @@ class Weights:
     leaves: tuple[jax.Array, ...]
 
     @classmethod
-    def of(cls, config: ModelConfig, dtype: jnp.dtype, parameters: Mapping[str, jax.Array]) -> "Weights":
+    def of(cls, config: ModelConfig, dtype: DTypeLike, parameters: Mapping[str, jax.Array]) -> "Weights":
         """Put `parameters`, by path, into a module of run-time shapes `config`, without allocating a second one."""
         abstract = nnx.eval_shape(lambda: Decoder(config, dtype=dtype, rngs=nnx.Rngs(0)))
         graphdef, state = nnx.split(abstract)

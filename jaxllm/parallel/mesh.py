@@ -22,8 +22,8 @@ def make_mesh(tensor_parallel_size: int, devices: Sequence[jax.Device] | None = 
     devices = jax.devices() if devices is None else devices
     if tensor_parallel_size > len(devices):
         raise ValueError(
-            f"tensor_parallel_size={tensor_parallel_size} but there are {len(devices)} {devices[0].platform} device(s). "
-            "On a CPU, XLA_FLAGS=--xla_force_host_platform_device_count=N makes N"
+            f"tensor_parallel_size={tensor_parallel_size}, but there are {len(devices)} {devices[0].platform} "
+            "device(s). On a CPU, XLA_FLAGS=--xla_force_host_platform_device_count=N makes N"
         )
     grid = np.asarray(devices[:tensor_parallel_size]).reshape(1, tensor_parallel_size)
     return Mesh(grid, (DATA, TENSOR), axis_types=(AxisType.Auto, AxisType.Auto))

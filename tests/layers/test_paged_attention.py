@@ -62,9 +62,7 @@ def test_equals_float64(name: str) -> None:
     def random(*shape: int) -> np.ndarray:
         return np.asarray(jnp.asarray(rng.standard_normal(shape), dtype).astype(jnp.float32), np.float64)
 
-    k_all, v_all = (
-        [random(n, case.kv_heads, case.head_dim) for n in case.context_lens] for _ in range(2)
-    )
+    k_all, v_all = ([random(n, case.kv_heads, case.head_dim) for n in case.context_lens] for _ in range(2))
     q = random(tokens, case.heads, case.head_dim)
     # Everything that is never written is NaN; table entries beyond a context are out of range.
     kv = np.full((LAYERS, 2, num_blocks, case.kv_heads, case.block_size, case.head_dim), np.nan)

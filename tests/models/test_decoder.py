@@ -62,9 +62,7 @@ def test_logits_and_greedy_text_equal_transformers(tiny: Any, variant: str) -> N
         num_kvcache_blocks=200, enforce_eager=True,
     )  # fmt: skip
     reference_tokens, gaps = reference_greedy(reference, prompts, 256, len(llm.tokenizer))
-    outputs = llm.generate(
-        prompts, SamplingParams(temperature=0, max_tokens=256, ignore_eos=True), use_tqdm=False
-    )
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=256, ignore_eos=True), use_tqdm=False)
     equal = assert_greedy_equal([o.outputs[0].token_ids for o in outputs], reference_tokens, gaps, near_tie=1e-3)
     assert equal > 0.8 * reference_tokens.size
 
