@@ -1,0 +1,93 @@
+"""Models of real shapes with made-up weights, for measurements that need no checkpoint on disk."""
+
+import zlib
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from jaxllm.checkpoint.checkpoint import Checkpoint, LazyTensor
+from jaxllm.config import EngineConfig
+from jaxllm.engine.engine import Engine
+from jaxllm.engine.runner import Runner, RunnerSpec
+from jaxllm.memory.pool import start_backend
+from jaxllm.models.config import ModelConfig
+from jaxllm.models.params import ParamSpec, parameter_specs
+from jaxllm.parallel.mesh import make_mesh
+
+_QWEN3 = {"model_type": "qwen3", "head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "dtype": "bfloat16"}
+
+
+def _shape(
+    hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, tied: bool, vocabulary: int = 151936
+) -> dict[str, Any]:
+    return _QWEN3 | {
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "tie_word_embeddings": tied,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 40960,
+    }
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": _shape(1024, 3072, 28, 16, 8, True),
+    "qwen3-8b": _shape(4096, 12288, 36, 32, 8, False),
+    "qwen3-14b": _shape(5120, 17408, 40, 40, 8, False),
+    # Little work and much KV: its cache is full after a minute. As much KV per token as Qwen3-8B, in 6 layers.
+    "wide-kv": _shape(1024, 3072, 6, 48, 48, True),
+    "tiny": _shape(64, 96, 2, 4, 2, True, 391),
+}
+"""By name, as `config.json` says them."""
+
+
+def random_checkpoint(shape: str) -> Checkpoint:
+    """A checkpoint of `shape` that makes its tensors when they are read: one random row each, repeated.
+
+    Repeating costs no time and no host memory, and matrix products of it are as large and as finite as a real model's.
+
+    Raises:
+        ValueError: for an unknown shape; lists the known ones.
+    """
+    if shape not in SHAPES:
+        raise ValueError(f"shape {shape!r} is unknown; known: {', '.join(SHAPES)}")
+    config = ModelConfig.from_hf(SHAPES[shape])
+    tensors = {spec.name: _tensor(spec) for spec in parameter_specs(config).values()}
+    return Checkpoint(name=shape, path=Path(shape), config=config, tensors=tensors)
+
+
+def _tensor(spec: ParamSpec) -> LazyTensor:
+    def read() -> np.ndarray:
+        rng = np.random.default_rng(zlib.crc32(spec.name.encode()))
+        row = rng.normal(0, spec.file_shape[-1] ** -0.5, spec.file_shape[-1])
+        return np.broadcast_to(row.astype(ml_dtypes.bfloat16), spec.file_shape)
+
+    return LazyTensor(spec.name, spec.file_shape, "bfloat16", "BF16", read)
+
+
+def random_runner_spec(shape: str, **options: Any) -> tuple[RunnerSpec, Checkpoint]:
+    """What a `Runner` is built from. Starts the backend with the pool that the options ask for."""
+    config = EngineConfig(**options)
+    checkpoint = random_checkpoint(shape)
+    start_backend(config.gpu_memory_utilization)
+    spec = RunnerSpec(
+        config=config,
+        model=checkpoint.config,
+        mesh=make_mesh(config.tensor_parallel_size),
+        dtype=jnp.dtype(config.dtype_name(checkpoint.config, jax.devices()[0].platform)),
+        max_model_len=config.model_len(checkpoint.config),
+        num_valid_tokens=checkpoint.config.vocab_size,
+    )
+    return spec, checkpoint
+
+
+def random_engine(shape: str, **options: Any) -> Engine:
+    """An engine without tokenizer on a model of `shape`; options as `EngineConfig`."""
+    spec, checkpoint = random_runner_spec(shape, **options)
+    return Engine(Runner(spec, checkpoint), None, frozenset(), spec.config.seed)

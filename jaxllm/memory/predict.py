@@ -1,0 +1,72 @@
+"""What a model will need, from its shapes alone: for the planner, and to stand beside what is measured.
+
+Weights are exact. The activation peak is an estimate of XLA's temporary buffer: the values that are alive at the widest
+point of a layer or of the sampler. What the compiler fuses decides the rest, which is why the engine measures.
+"""
+
+from dataclasses import dataclass
+from math import prod
+
+from jaxllm.models.config import ModelConfig
+from jaxllm.models.params import parameter_specs, runtime_config
+
+ITEMSIZE = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "fp8": 1,
+    "fp8_e4m3": 1,
+    "fp8_e5m2": 1,
+}
+"""Bytes of an element by the name of its dtype."""
+
+_LOGIT_COPIES = 4
+"""float32 arrays of the logits' shape that the sampler holds at once: logits, scaled logits, ordered keys, mass."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The largest steps that an engine can run.
+
+    Attributes:
+        max_num_batched_tokens: tokens of the largest step.
+        max_num_seqs: rows of the largest step, each of which can reach the sampler.
+    """
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+
+    @property
+    def rows(self) -> int:
+        """Most rows of a step: each has at least one token."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens)
+
+
+def weight_bytes(model: ModelConfig, *, itemsize: int, tensor_parallel_size: int = 1) -> int:
+    """Bytes of all parameters on one device; what is not sharded lies on every device.
+
+    Raises:
+        ValueError: if the model cannot be divided so; lists the sizes that do.
+    """
+    specs = parameter_specs(model, tensor_parallel_size).values()
+    sizes = (prod(spec.shape) // (tensor_parallel_size if any(spec.axes) else 1) for spec in specs)
+    return itemsize * sum(sizes)
+
+
+def activation_bytes(model: ModelConfig, workload: Workload, *, itemsize: int, tensor_parallel_size: int = 1) -> int:
+    """Estimated bytes that the largest program needs on one device while it runs.
+
+    The maximum over the phases of a step: the MLP (residual, its input, gate and up), attention (residual, q, k, v and
+    the output) and the sampler (all rows, the whole vocabulary in float32).
+    """
+    run = runtime_config(model, tensor_parallel_size)
+    tokens, tp = workload.max_num_batched_tokens, tensor_parallel_size
+    query = run.num_attention_heads * run.head_dim // tp
+    kv = run.num_key_value_heads * run.head_dim // tp
+    mlp = tokens * (2 * run.hidden_size + 2 * run.intermediate_size // tp) * itemsize
+    attention = tokens * (2 * run.hidden_size + 3 * query + 2 * kv) * itemsize
+    hidden = tokens * run.hidden_size * itemsize
+    sampler = workload.rows * (run.vocab_size // tp if tp > 1 else run.vocab_size) * 4 * _LOGIT_COPIES
+    if tp > 1:  # the sampler works on logits gathered from all devices
+        sampler = workload.rows * run.vocab_size * 4 * _LOGIT_COPIES
+    return max(mlp, attention, hidden + sampler)

@@ -1,0 +1,206 @@
+"""How many KV blocks the engine takes: views, measurement and budget put together."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import jax
+
+from jaxllm.config import EngineConfig
+from jaxllm.memory.budget import (
+    Cap,
+    DeviceBudget,
+    check_model_len,
+    check_neighbours,
+    outside_margin,
+    size_cache,
+)
+from jaxllm.memory.device import read_device
+from jaxllm.memory.notes import notes_on
+from jaxllm.memory.predict import Workload, activation_bytes, weight_bytes
+from jaxllm.memory.report import MemoryReport, ProgramReport
+from jaxllm.memory.units import MIB
+from jaxllm.memory.views import DeviceView
+from jaxllm.models.config import ModelConfig
+
+logger = logging.getLogger(__name__)
+
+HOST_SHARE = 0.1
+"""Share of the free host memory that the KV cache takes at most on a CPU: pages are zeroed, which takes time."""
+
+ALLOCATOR_SLACK = 128 * MIB
+"""Reserved beside what programs ask for: JAX's allocator hands out a region whole if less than this would be left."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheDemand:
+    """What the engine wants of the cache.
+
+    Attributes:
+        config: engine options; those that set the size are `gpu_memory_utilization`, `num_kvcache_blocks` and
+            `kv_cache_memory_bytes`.
+        model: the checkpoint's shapes, for predictions.
+        itemsize: bytes of an element of weights and activations.
+        block_bytes: of one block on one device.
+        max_model_len: most tokens of a request.
+        step_buffer_bytes: inputs and outputs of the steps that are in flight.
+    """
+
+    config: EngineConfig
+    model: ModelConfig
+    itemsize: int
+    block_bytes: int
+    max_model_len: int
+    step_buffer_bytes: int = 0
+
+    @property
+    def useful_blocks(self) -> int:
+        """Blocks that all requests together can ever use."""
+        return self.config.max_rows * -(-self.max_model_len // self.config.kvcache_block_size)
+
+    @property
+    def predicted_weights(self) -> int:
+        """Bytes of the weights on one device, from shapes."""
+        return weight_bytes(self.model, itemsize=self.itemsize, tensor_parallel_size=self.config.tensor_parallel_size)
+
+    @property
+    def predicted_activations(self) -> int:
+        """Estimate of what a running program needs on one device, from shapes."""
+        return activation_bytes(
+            self.model,
+            Workload(self.config.max_num_batched_tokens, self.config.max_num_seqs),
+            itemsize=self.itemsize,
+            tensor_parallel_size=self.config.tensor_parallel_size,
+        )
+
+
+def check_weights(devices: Sequence[jax.Device], demand: CacheDemand) -> None:
+    """Refuse, before anything is loaded, a budget that the weights alone break.
+
+    Raises:
+        BudgetError: with the whole budget, activations predicted.
+    """
+    for view in map(read_device, devices):
+        if view.allocator is None:
+            continue
+        budget = _budget(view, demand, demand.predicted_activations, weights=view.weights + demand.predicted_weights)
+        if budget.headroom + budget.activations < budget.block_bytes:
+            size_cache([budget])
+
+
+def size_kv_cache(
+    devices: Sequence[jax.Device], demand: CacheDemand, measure: Callable[[], tuple[ProgramReport, ...]]
+) -> MemoryReport:
+    """Decide on the number of blocks, weights being loaded and the cache not yet there.
+
+    Args:
+        devices: of the mesh that belong to this process.
+        demand: what is wanted.
+        measure: warms up and measures the largest programs (`jaxllm.memory.warmup`). Not called on a CPU.
+
+    Raises:
+        BudgetError: if no block fits, not one request of `max_model_len` tokens fits, or other processes on the card
+            leave too little; the message shows the budget and says what to change.
+    """
+    start = time.perf_counter()
+    on_host = devices[0].memory_stats() is None
+    programs = () if on_host else measure()
+    views = [read_device(device) for device in devices]
+    report = report_of(devices[0].platform, views, demand, programs)
+    return replace(report, measure_seconds=time.perf_counter() - start)
+
+
+def report_of(
+    platform: str, views: Sequence[DeviceView], demand: CacheDemand, programs: tuple[ProgramReport, ...]
+) -> MemoryReport:
+    """The report that follows from views and measurements; pure, so that tests can make both up.
+
+    Raises:
+        BudgetError: as `size_kv_cache`.
+    """
+    config = demand.config
+    reserve = reserve_bytes(demand, programs)
+    budgets = tuple(
+        _host_budget(view, demand, len(views)) if view.allocator is None else _budget(view, demand, reserve)
+        for view in views
+    )
+    told = config.num_kvcache_blocks != -1 or config.kv_cache_memory_bytes is not None
+    if not told:
+        for budget in budgets:
+            check_neighbours(budget, tolerance=outside_margin(budget.total))
+    size = size_cache(
+        budgets,
+        useful_blocks=demand.useful_blocks,
+        num_kvcache_blocks=config.num_kvcache_blocks,
+        kv_cache_memory_bytes=config.kv_cache_memory_bytes,
+    )
+    notes = notes_on(budgets, views, programs, told)
+    if config.num_kvcache_blocks == -1:
+        check_model_len(
+            size.num_blocks,
+            block_size=config.kvcache_block_size,
+            block_bytes=demand.block_bytes,
+            max_model_len=demand.max_model_len,
+        )
+    elif size.num_blocks * config.kvcache_block_size < demand.max_model_len:
+        notes.append(
+            f"num_kvcache_blocks={size.num_blocks} holds {size.num_blocks * config.kvcache_block_size} tokens: a "
+            f"request ends there, before max_model_len={demand.max_model_len}"
+        )
+    for note in notes:
+        logger.warning("%s", note)
+    return MemoryReport(
+        platform=platform,
+        source=views[0].driver.source,
+        budgets=budgets,
+        programs=programs,
+        num_kvcache_blocks=size.num_blocks,
+        block_size=config.kvcache_block_size,
+        block_bytes=demand.block_bytes,
+        bound_by=size.bound_by,
+        device=size.device,
+        max_model_len=demand.max_model_len,
+        predicted_weights=demand.predicted_weights,
+        predicted_activations=demand.predicted_activations,
+        notes=tuple(notes),
+    )
+
+
+def reserve_bytes(demand: CacheDemand, programs: Sequence[ProgramReport]) -> int:
+    """The activation reserve: the largest program, the buffers of steps in flight, and the allocator's slack."""
+    largest = max((program.transient for program in programs), default=0)
+    return largest + demand.step_buffer_bytes + ALLOCATOR_SLACK
+
+
+def _budget(view: DeviceView, demand: CacheDemand, reserve: int, weights: int | None = None) -> DeviceBudget:
+    """A GPU's budget. What lies outside the pool grows until all programs are loaded: a margin is kept for it."""
+    budget = DeviceBudget.measured(
+        view,
+        utilization=demand.config.gpu_memory_utilization,
+        activations=reserve,
+        block_bytes=demand.block_bytes,
+    )
+    other = max(budget.non_framework, outside_margin(budget.total))
+    weights = budget.weights if weights is None else weights
+    return replace(
+        budget,
+        non_framework=other,
+        weights=weights,
+        headroom=budget.limit - other - weights - budget.activations,
+    )
+
+
+def _host_budget(view: DeviceView, demand: CacheDemand, num_devices: int) -> DeviceBudget:
+    """On a CPU the free memory is all there is to know: a fixed share of it, divided among the devices."""
+    free = view.driver.free // num_devices
+    return DeviceBudget.of(
+        name=f"{view.name}, free host memory",
+        total=free,
+        utilization=HOST_SHARE,
+        non_framework=0,
+        weights=0,
+        activations=0,
+        block_bytes=demand.block_bytes,
+        caps=(Cap("free host memory", free),),
+    )

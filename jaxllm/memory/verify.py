@@ -1,0 +1,118 @@
+"""What was decided, checked against what came of it: programs against the reserve, memory against its margin."""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import jax
+
+from jaxllm.memory.budget import Cap, DeviceBudget, check_model_len, size_cache
+from jaxllm.memory.device import read_device
+from jaxllm.memory.report import MemoryReport, ProgramReport
+from jaxllm.memory.sizing import CacheDemand, reserve_bytes
+from jaxllm.memory.units import format_bytes
+from jaxllm.memory.views import DeviceView
+from jaxllm.memory.warmup import aliased_bytes, static_transient
+
+logger = logging.getLogger(__name__)
+
+
+def verify(report: MemoryReport, demand: CacheDemand, programs: Mapping[str, jax.stages.Compiled]) -> MemoryReport:
+    """Check the serving programs, compiled for the real cache, against what was reserved for them.
+
+    Returns:
+        The report with the programs. Its number of blocks is smaller where the cache has to shrink to make room; the
+        caller then compiles again.
+
+    Raises:
+        RuntimeError: if a program would copy the cache instead of updating it in place.
+        BudgetError: if nothing is left after shrinking.
+    """
+    for name, compiled in programs.items():
+        aliased = aliased_bytes(compiled)
+        if aliased < report.kv_array_bytes:
+            raise RuntimeError(
+                f"program {name} would copy the KV cache: it updates {aliased} bytes in place, the cache has "
+                f"{report.kv_array_bytes} on each device"
+            )
+    if report.platform == "cpu":
+        return report
+    return verified(report, demand, {name: static_transient(compiled) for name, compiled in programs.items()})
+
+
+def verified(report: MemoryReport, demand: CacheDemand, serving: Mapping[str, int]) -> MemoryReport:
+    """`verify` on figures alone: `serving` is the static transient of each serving program, in bytes by name."""
+    measured = {program.name: program for program in report.programs}
+    merged = measured | {
+        name: replace(measured[name], static=static) if name in measured else ProgramReport(name=name, static=static)
+        for name, static in serving.items()
+    }
+    programs = tuple(sorted(merged.values(), key=lambda program: program.transient))
+    report = replace(report, programs=programs)
+    needed = reserve_bytes(demand, programs)
+    return _shrunk(report, demand, needed) if needed > report.budget.activations else report
+
+
+def settle(report: MemoryReport, devices: Sequence[jax.Device]) -> MemoryReport:
+    """Check, once every program has run, the memory outside the pool against what was set aside for it."""
+    return report if report.platform == "cpu" else settled(report, [read_device(device) for device in devices])
+
+
+def settled(report: MemoryReport, views: Sequence[DeviceView]) -> MemoryReport:
+    """`settle` on views alone."""
+    notes = [note for budget, view in zip(report.budgets, views, strict=True) for note in _outgrown(budget, view)]
+    for note in notes:
+        logger.warning("%s", note)
+    outside = max(view.non_framework for view in views)
+    return replace(report, outside_pool=outside, notes=(*report.notes, *notes))
+
+
+def _shrunk(report: MemoryReport, demand: CacheDemand, needed: int) -> MemoryReport:
+    """The report for a reserve of `needed` bytes instead of what was set aside."""
+    more = needed - report.budget.activations
+    note = f"{report.programs[-1].name} needs {more} bytes more than were reserved; the KV cache was made smaller"
+    budgets = tuple(
+        replace(
+            budget,
+            activations=needed,
+            headroom=budget.headroom - more,
+            caps=tuple(Cap(cap.name, cap.bytes - more) for cap in budget.caps),
+        )
+        for budget in report.budgets
+    )
+    config = demand.config
+    if config.num_kvcache_blocks != -1 or config.kv_cache_memory_bytes is not None:
+        # A size that the user set is kept or refused, never changed.
+        size_cache(
+            budgets,
+            num_kvcache_blocks=config.num_kvcache_blocks,
+            kv_cache_memory_bytes=config.kv_cache_memory_bytes,
+        )
+        return replace(report, budgets=budgets)
+    size = size_cache(budgets, useful_blocks=min(demand.useful_blocks, report.num_kvcache_blocks))
+    check_model_len(
+        size.num_blocks,
+        block_size=report.block_size,
+        block_bytes=report.block_bytes,
+        max_model_len=report.max_model_len,
+    )
+    logger.warning("%s: %d blocks instead of %d", note, size.num_blocks, report.num_kvcache_blocks)
+    return replace(
+        report,
+        budgets=budgets,
+        num_kvcache_blocks=size.num_blocks,
+        bound_by=size.bound_by,
+        device=size.device,
+        notes=(*report.notes, note),
+    )
+
+
+def _outgrown(budget: DeviceBudget, view: DeviceView) -> Iterator[str]:
+    """Says where memory outside the pool exceeds what was set aside for it. The pool cannot shrink any more."""
+    excess = view.non_framework - budget.non_framework
+    if excess > 0:
+        yield (
+            f"{budget.name}: memory outside the pool grew {format_bytes(excess)} beyond the "
+            f"{format_bytes(budget.non_framework)} set aside for it; lower gpu_memory_utilization by "
+            f"{excess / budget.total:.4f} to stay within the limit"
+        )
