@@ -10,9 +10,13 @@ import numpy as np
 def reference_model(path: Path, gguf_file: str | None = None) -> Any:
     """The checkpoint as transformers loads it, float32, on the CPU."""
     import torch
+    import transformers
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(path, gguf_file=gguf_file, dtype=torch.float32).eval()
+    quantization = {}
+    if gguf_file and hasattr(transformers, "GgufConfig"):  # such versions compute on packed weights where they can
+        quantization["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    return AutoModelForCausalLM.from_pretrained(path, gguf_file=gguf_file, dtype=torch.float32, **quantization).eval()
 
 
 def reference_logits(model: Any, tokens: np.ndarray) -> np.ndarray:
