@@ -1,0 +1,136 @@
+"""What the compiled programs promise: the cache in place, weights as arguments, nothing compiled late."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxllm import LLM, SamplingParams
+from jaxllm.engine.request import Request
+from jaxllm.engine.runner import _compile
+from jaxllm.engine.step import ScheduledRow, Step
+from jaxllm.engine.step_shape import PackedLayout, StepShape, StepShapes
+
+
+def test_the_cache_is_updated_in_place_and_weights_are_arguments(small_llm: LLM) -> None:
+    runner = small_llm.engine.runner
+    programs = list(runner.programs)
+    assert [p.shape.name for p in programs] == [shape.name for shape in runner.shapes.all()]
+    weights = sum(leaf.nbytes for leaf in runner.weights.leaves)
+    for program in programs:
+        analysis = program.compiled.memory_analysis()
+        assert analysis.alias_size_in_bytes >= runner.kv.nbytes, program.shape.name
+        assert analysis.argument_size_in_bytes >= runner.kv.nbytes + weights, program.shape.name
+        # A copy would grow with the cache.
+        larger = _compile(runner.spec, runner.weights, runner.layout, 4 * runner.num_blocks, program.shape)
+        assert larger.memory_analysis().temp_size_in_bytes == analysis.temp_size_in_bytes, program.shape.name
+
+    buffer = runner.kv.addressable_shards[0].data.unsafe_buffer_pointer()
+    leaves = [leaf.addressable_shards[0].data.unsafe_buffer_pointer() for leaf in runner.weights.leaves]
+    small_llm.generate([[1, 2, 3], [4] * 70], SamplingParams(temperature=0, max_tokens=5), use_tqdm=False)
+    assert runner.kv.addressable_shards[0].data.unsafe_buffer_pointer() == buffer
+    assert leaves == [leaf.addressable_shards[0].data.unsafe_buffer_pointer() for leaf in runner.weights.leaves]
+
+
+def test_nothing_compiles_while_serving(small_llm: LLM) -> None:
+    """Random lengths and mixed parameters; JAX itself counts what it compiles."""
+    rng = np.random.default_rng(0)
+    compiled: list[str] = []
+
+    def listen(event: str, duration: float, **_: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        for _ in range(6):
+            prompts = [rng.integers(0, 300, n).tolist() for n in rng.integers(1, 200, rng.integers(1, 20))]
+            params = [
+                SamplingParams(
+                    temperature=float(rng.choice([0, 0.7])),
+                    top_k=int(rng.choice([0, 20])),
+                    top_p=float(rng.choice([0.8, 1])),
+                    min_tokens=int(rng.integers(0, 3)),
+                    max_tokens=int(rng.integers(3, 20)),
+                )
+                for _ in prompts
+            ]
+            small_llm.generate(prompts, params, use_tqdm=False)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert compiled == []
+    assert small_llm.stats.compilations_after_ready == 0
+
+
+def test_late_compilations_are_counted(tiny: Callable[..., Path]) -> None:
+    llm = LLM(
+        str(tiny()), dtype="float32", max_num_seqs=8, max_num_batched_tokens=64, max_model_len=128, num_kvcache_blocks=8
+    )
+    programs = llm.engine.runner.programs
+    shape = next(iter(programs)).shape
+    del programs._programs[shape]
+    programs[shape]
+    assert llm.stats.compilations_after_ready == 1
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(16384, 512), (64, 8), (100, 1), (32, 32), (300, 20), (1, 1)])
+def test_the_last_bucket_is_the_cap(tokens: int, rows: int) -> None:
+    shapes = StepShapes(tokens, rows, 4096, 64)
+    assert (shapes.mixed[-1].tokens, shapes.mixed[-1].rows) == (tokens, min(tokens, rows))
+    assert (shapes.decode[-1].tokens, shapes.decode[-1].rows) == (rows, rows)
+    assert all(shape.blocks_per_row == 64 for shape in shapes.all())
+    for family, cap in ((shapes.decode, rows), (shapes.mixed, tokens)):
+        sizes = [shape.tokens for shape in family]
+        assert sizes == sorted(set(sizes)) and len(sizes) <= 2 + np.log2(cap)
+    for n in {n for n in (1, 2, rows - 2, rows - 1, rows) if 1 <= n <= rows}:
+        request = Request("r", [1], SamplingParams())
+        step = Step((ScheduledRow(request, 0, 1, True),) * n, n, True)
+        assert shapes.fitting(step).rows >= n
+
+
+def test_packing_and_unpacking_a_step() -> None:
+    """Every field that the device derives equals what the scheduler meant, row by row and token by token."""
+    block_size, num_slots = 16, 1000 * 16
+    rng = np.random.default_rng(0)
+    rows = []
+    for i, (start, count) in enumerate([(0, 1), (37, 1), (0, 20), (31, 2), (64, 16)]):
+        params = SamplingParams(
+            temperature=0.1 * i, top_p=0.9, top_k=i, min_p=0.01 * i, min_tokens=2 * (i % 2), max_tokens=9,
+            stop_token_ids=[i],
+        )  # fmt: skip
+        tokens = rng.integers(0, 300, start + count).tolist()
+        request = Request(str(i), tokens, params, frozenset({399}), seed=int(rng.integers(-(2**62), 2**62)))
+        request.block_table = rng.choice(1000, -(-(start + count) // block_size), replace=False).tolist()
+        rows.append(ScheduledRow(request, start, count, samples=True))
+    layout = PackedLayout(StepShape(64, 8, False, 12))
+    buffer = layout.pack(Step(tuple(rows), 40, False))
+    assert buffer.nbytes == layout.nbytes
+    inputs = jax.tree.map(np.asarray, jax.jit(layout.unpack, static_argnums=(1, 2))(buffer, num_slots, block_size))
+
+    token = 0
+    for i, row in enumerate(rows):
+        request, end = row.request, row.start + row.num_tokens
+        own = slice(token, token + row.num_tokens)
+        positions = np.arange(row.start, end)
+        np.testing.assert_array_equal(inputs.tokens[own], request.token_ids[row.start : end])
+        np.testing.assert_array_equal(inputs.positions[own], positions)
+        table = np.asarray(request.block_table)
+        np.testing.assert_array_equal(inputs.batch.slots[own], table[positions // 16] * 16 + positions % 16)
+        token += row.num_tokens
+        assert inputs.last_token[i] == token - 1
+        assert inputs.batch.context_lens[i] == inputs.sampling.position[i] == end
+        assert inputs.batch.cu_q_lens[i + 1] == token
+        assert inputs.sampling.temperature[i] == np.float32(request.params.temperature)
+        assert inputs.sampling.min_p[i] == np.float32(request.params.min_p)
+        assert inputs.sampling.top_k[i] == i
+        high, low = (int(x) for x in inputs.sampling.seed[i])
+        assert (high << 32 | low) == request.seed % 2**64
+        suppressed = {int(x) for x in inputs.sampling.suppressed[i] if x < 400}
+        assert suppressed == ({i, 399} if i % 2 else set())
+    padding = inputs.batch.slots[token:]
+    assert padding.min() >= num_slots and len(set(padding)) == len(padding)
+    assert not inputs.batch.context_lens[len(rows) :].any()
+    assert (inputs.batch.cu_q_lens[len(rows) :] == token).all()
