@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from jaxllm.checkpoint.resolve import resolve
 from jaxllm.config import EngineConfig
+from jaxllm.engine import compilation_cache
 from jaxllm.engine.engine import Engine, EngineStats, Prompt
 from jaxllm.engine.request import Request
 from jaxllm.engine.runner import Runner, RunnerSpec
@@ -46,6 +47,7 @@ class LLM:
         self.config = EngineConfig(**options)
         checkpoint = resolve(str(model))
         self.model_config = checkpoint.config
+        compilation_cache.enable()
         start_backend(self.config.gpu_memory_utilization)
         mesh = make_mesh(self.config.tensor_parallel_size)
         self.tokenizer = None if self.config.skip_tokenizer_init else checkpoint.tokenizer()

@@ -5,7 +5,9 @@ of JSON; this file starts them and makes the table of docs/memory.md.
 """
 
 import argparse
+import itertools
 import json
+import logging
 import subprocess
 import sys
 import time
@@ -73,10 +75,10 @@ def transients() -> Iterable[str]:
 
 
 def _program_row(cells: Sequence[Any], program: Result, predicted: int) -> str:
-    static, measured = program["static"], program["measured"]
-    sizes = [f"{size / MIB:.1f}" for size in (static, measured)]
-    differ = f"{abs(static - measured) / static:.3%}"
-    shown = [*cells, program["name"], *sizes, differ, f"{program['naive'] / MIB:.1f}", f"{predicted / MIB:.1f}"]
+    static, measured, naive = program["static"], program["measured"], program["naive"]
+    sizes = ["-" if size is None else f"{size / MIB:.1f}" for size in (static, measured, naive, predicted)]
+    differ = "-" if measured is None else f"{abs(static - measured) / static:.3%}"
+    shown = [*cells, program["name"], *sizes[:2], differ, *sizes[2:]]
     return f"| {' | '.join(map(str, shown))} |"
 
 
@@ -161,6 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--task", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.task:
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
         name, arguments = json.loads(args.task)
         print(json.dumps(memory_tasks.TASKS[name](**arguments)), flush=True)
         return 0
@@ -170,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     lines = []
     for part in args.parts or PARTS:
         begun = time.perf_counter()
-        for line in [f"## {part}", *PARTS[part]()]:
+        for line in itertools.chain([f"## {part}"], PARTS[part]()):
             print(line, flush=True)
             lines.append(line)
         print(f"({time.perf_counter() - begun:.0f} s)", flush=True)

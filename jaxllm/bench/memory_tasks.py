@@ -1,5 +1,7 @@
 """The measurements of `jaxllm.bench.memory`, one function each, run in processes of their own."""
 
+import dataclasses
+import json
 import random
 import threading
 import time
@@ -26,6 +28,11 @@ from jaxllm.sampling_params import SamplingParams
 Result = dict[str, Any]
 
 
+def progress(result: Result) -> None:
+    """Print what is known so far: of a task that is stopped, the last such line counts."""
+    print(json.dumps(result), flush=True)
+
+
 def transients(shape: str, utilization: float, settings: list[dict[str, Any]]) -> Result:
     """Measure the largest programs under several settings, weights loaded once."""
     rows = []
@@ -44,10 +51,11 @@ def transients(shape: str, utilization: float, settings: list[dict[str, Any]]) -
                 "max_num_batched_tokens": config.max_num_batched_tokens,
                 "max_num_seqs": config.max_num_seqs,
                 "kvcache_block_size": config.kvcache_block_size,
-                "programs": [vars(program) for program in programs],
+                "programs": [dataclasses.asdict(program) for program in programs],
                 "predicted": activation_bytes(spec.model, workload, itemsize=spec.dtype.itemsize),
             }
         )
+        progress({"rows": rows})
     return {"rows": rows}
 
 
@@ -82,36 +90,45 @@ def life(
         engine = Engine(Runner(spec, checkpoint), None, frozenset(), 0)
         ready = read_device(device)
         startup = time.perf_counter() - begun
+        progress(_at_ready(engine, ready) | {"startup": startup, "used_loaded": _ours(loaded)})
         flat = _serve(engine, device, requests, longest)
-    report = engine.runner.memory_report
     end = read_device(device)
+    report = engine.runner.memory_report
     reported = report.budget.weights + report.kv_array_bytes + report.budget.activations
     stats = engine.stats.scheduler
-    return {
-        "utilization": spec.config.gpu_memory_utilization,
-        "limit": report.budget.limit,
-        "total": report.budget.total,
-        "used_loaded": _ours(loaded),
-        "used_ready": _ours(ready),
-        "used_most": watch.most,
-        "own": end.driver.own,
-        "source": end.driver.source,
-        "reserve": report.budget.activations,
-        "contiguous_ready": ready.contiguous,
-        "outside": end.non_framework,
-        "outside_ready": ready.non_framework,
-        "blocks": report.num_kvcache_blocks,
-        "bound_by": report.bound_by,
-        "kv_bytes_match": engine.runner.kv.nbytes == report.kv_array_bytes,
+    return _at_ready(engine, ready) | {
         "startup": startup,
-        "sizing": report.measure_seconds,
+        "used_loaded": _ours(loaded),
+        "used_most": watch.most,
+        "outside": end.non_framework,
         "serve": flat["seconds"],
         "in_use_spread": flat["spread"],
         "allocator_peak_below_report": None if end.allocator is None else reported - end.allocator.peak,
         "steps": stats.steps,
         "preemptions": stats.preemptions,
         "least_free_blocks": flat["least_free"],
-        "programs": [vars(program) for program in report.programs if program.measured is not None],
+    }
+
+
+def _at_ready(engine: Engine, view: DeviceView) -> Result:
+    report = engine.runner.memory_report
+    return {
+        "utilization": report.budget.utilization,
+        "limit": report.budget.limit,
+        "total": report.budget.total,
+        "used_ready": _ours(view),
+        "used_most": _ours(view),
+        "own": view.driver.own,
+        "source": view.driver.source,
+        "reserve": report.budget.activations,
+        "contiguous_ready": view.contiguous,
+        "outside_ready": view.non_framework,
+        "outside": view.non_framework,
+        "blocks": report.num_kvcache_blocks,
+        "bound_by": report.bound_by,
+        "kv_bytes_match": engine.runner.kv.nbytes == report.kv_array_bytes,
+        "sizing": report.measure_seconds,
+        "programs": [dataclasses.asdict(program) for program in report.programs],
         "predicted": report.predicted_activations,
         "notes": report.notes,
     }
@@ -197,6 +214,9 @@ def truth(shape: str, utilization: float) -> Result:
 
     def survives(blocks: int) -> bool:
         tried[blocks] = survives_load(runner, blocks)
+        progress(
+            {"engine": engine_blocks, "largest": max((n for n, ran in tried.items() if ran), default=0), "tried": tried}
+        )
         return tried[blocks]
 
     low, high = engine_blocks, engine_blocks + engine_blocks // 16

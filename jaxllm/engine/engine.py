@@ -27,7 +27,7 @@ class EngineStats:
     Attributes:
         scheduler: steps, tokens, prefix hits, preemptions, and what waits and runs now.
         num_kvcache_blocks: size of the KV cache.
-        compilations_after_ready: programs compiled while serving; stays 0 unless `enforce_eager` is set.
+        compilations_after_ready: programs compiled while serving; 0 unless `enforce_eager` is set.
     """
 
     scheduler: SchedulerStats

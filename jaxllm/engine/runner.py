@@ -76,8 +76,7 @@ class Runner:
         self.programs = self._compile(demand)
         self.kv = self.layout.allocate(self.num_blocks, spec.mesh)
         self._rehearse()
-        if not config.enforce_eager:
-            self.programs.mark_ready()
+        self.programs.mark_ready()
         self.memory_report = settle(self.memory_report, devices)
         self.memory_report = replace(self.memory_report, startup_seconds=time.perf_counter() - start)
         for line in self.memory_report.lines():

@@ -61,6 +61,8 @@ def measure_programs(
 
 
 def _measure(devices: Sequence[jax.Device], name: str, static: int, run: Callable[[], None]) -> ProgramReport:
+    before: list[AllocatorView] = []
+    measured: int | None = None
     try:
         run()
         before = [_stats(device) for device in devices]
@@ -68,15 +70,15 @@ def _measure(devices: Sequence[jax.Device], name: str, static: int, run: Callabl
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        # Too little is free to run it even now: what the compiler says has to do, and the budget will tell.
-        logger.warning(
-            "%s does not fit beside the weights and was not measured: %d bytes by the compiler", name, static
-        )
-        return ProgramReport(name=name, static=static)
-    naive = max(stats.peak - stats.in_use for stats in before)
+        # Too little is free, beside the weights or beside a ballast as high as compiling has driven the peak: what the
+        # compiler says has to do, and the budget will tell.
+        state = [_stats(device) for device in devices]
+        reason = str(error).splitlines()[0]
+        logger.warning("%s was not measured; the compiler says %d bytes. %s (%s)", name, static, reason, state)
+    naive = max((stats.peak - stats.in_use for stats in before), default=None)
     report = ProgramReport(name=name, static=static, measured=measured, naive=naive)
     if report.disagreement > TOLERANCE:
-        logger.warning("%s: the compiler says %d bytes, the measurement %d; the larger counts", name, static, measured)
+        logger.warning("%s: the compiler says %d bytes, the measurement %s; the larger counts", name, static, measured)
     return report
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.engine.request import Request
-from jaxllm.engine.runner import _compile
+from jaxllm.engine.runner import compile_step
 from jaxllm.engine.step import ScheduledRow, Step
 from jaxllm.engine.step_shape import PackedLayout, StepShape, StepShapes
 
@@ -25,7 +25,7 @@ def test_the_cache_is_updated_in_place_and_weights_are_arguments(small_llm: LLM)
         assert analysis.alias_size_in_bytes >= runner.kv.nbytes, program.shape.name
         assert analysis.argument_size_in_bytes >= runner.kv.nbytes + weights, program.shape.name
         # A copy would grow with the cache.
-        larger = _compile(runner.spec, runner.weights, runner.layout, 4 * runner.num_blocks, program.shape)
+        larger = compile_step(runner.spec, runner.weights, runner.layout, 4 * runner.num_blocks, program.shape)
         assert larger.memory_analysis().temp_size_in_bytes == analysis.temp_size_in_bytes, program.shape.name
 
     buffer = runner.kv.addressable_shards[0].data.unsafe_buffer_pointer()
