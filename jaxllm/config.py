@@ -10,6 +10,7 @@ from jaxllm.models.config import ModelConfig
 logger = logging.getLogger(__name__)
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+ATTENTIONS = ("auto", "xla", "mosaic_gpu")
 DEFAULT_MAX_MODEL_LEN = 4096
 
 
@@ -30,6 +31,8 @@ class EngineConfig:
         kv_cache_memory_bytes: bytes of each device for the KV cache, instead of what `gpu_memory_utilization` leaves.
         enable_prefix_caching: share the KV of equal beginnings between requests.
         dtype: of weights, activations and KV cache. "auto" is the checkpoint's own, and float32 on a CPU.
+        attention: "xla", which runs everywhere; "mosaic_gpu", the Pallas kernels for NVIDIA Hopper GPUs; or "auto": the
+            kernels where they run. XLA is the default until the kernels have been measured inside the engine.
         enforce_eager: compile each program when it is first needed instead of before the engine is ready: starts
             faster, and pauses later.
         skip_tokenizer_init: take and give token ids only.
@@ -50,6 +53,7 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None
     enable_prefix_caching: bool = True
     dtype: str = "auto"
+    attention: str = "xla"
     enforce_eager: bool = False
     skip_tokenizer_init: bool = False
     seed: int = 0
@@ -74,6 +78,7 @@ class EngineConfig:
             raise TypeError(f"gpu_memory_utilization must be a number, not {self.gpu_memory_utilization!r}")
         self._require(0 < self.gpu_memory_utilization <= 1, "gpu_memory_utilization", "in (0, 1]")
         self._require(self.dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}")
+        self._require(self.attention in ATTENTIONS, "attention", f"one of {', '.join(ATTENTIONS)}")
         for name in ("enable_prefix_caching", "enforce_eager", "skip_tokenizer_init"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")

@@ -4,7 +4,7 @@ import logging
 import os
 import time
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jaxllm.cache.kv_array import KVLayout
 from jaxllm.checkpoint.checkpoint import Checkpoint
 from jaxllm.checkpoint.load import load_parameters
 from jaxllm.config import EngineConfig
+from jaxllm.engine.attention import Attention, choose_attention
 from jaxllm.engine.programs import Programs
 from jaxllm.engine.step import Step
 from jaxllm.engine.step_program import step_function
@@ -47,6 +48,22 @@ class RunnerSpec:
     max_model_len: int
     num_valid_tokens: int
 
+    @cached_property
+    def run_time(self) -> ModelConfig:
+        """The model's shapes as they lie on the mesh."""
+        return runtime_config(self.model, self.config.tensor_parallel_size)
+
+    @cached_property
+    def layout(self) -> KVLayout:
+        """The KV cache but for its number of blocks."""
+        config = self.config
+        return KVLayout.of(self.run_time, config.kvcache_block_size, self.dtype, config.tensor_parallel_size)
+
+    @cached_property
+    def attention(self) -> Attention:
+        """How steps write and attend; chosen, and logged, when first asked for."""
+        return choose_attention(self.config.attention, self.run_time, self.layout, self.mesh)
+
 
 class Runner:
     """Start-up in its only order: load, warm up and measure, size, compile, verify, allocate, rehearse."""
@@ -54,11 +71,11 @@ class Runner:
     def __init__(self, spec: RunnerSpec, checkpoint: Checkpoint):
         self.spec = spec
         self.mesh = spec.mesh
-        config, tp = spec.config, spec.config.tensor_parallel_size
+        config = spec.config
         start = time.perf_counter()
         devices = [device for device in spec.mesh.devices.flat if device.process_index == jax.process_index()]
-        run_time = runtime_config(spec.model, tp)
-        self.layout = KVLayout.of(run_time, config.kvcache_block_size, spec.dtype, tp)
+        self.layout = spec.layout
+        self.attention = spec.attention  # refuses, if it must, before anything is loaded
         self.shapes = StepShapes(
             config.max_num_batched_tokens, config.max_rows, spec.max_model_len, config.kvcache_block_size
         )
@@ -131,14 +148,16 @@ def load(spec: RunnerSpec, checkpoint: Checkpoint) -> Weights:
     """The checkpoint's parameters on the mesh."""
     tp = spec.config.tensor_parallel_size
     parameters = load_parameters(checkpoint, parameter_specs(spec.model, tp), spec.mesh, spec.dtype)
-    return Weights.of(runtime_config(spec.model, tp), spec.dtype, parameters)
+    return Weights.of(spec.run_time, spec.dtype, parameters)
 
 
 def compile_step(
     spec: RunnerSpec, weights: Weights, layout: KVLayout, num_blocks: int, shape: StepShape
 ) -> jax.stages.Compiled:
     """Compile a program of `shape` ahead of time, for the shardings of its arguments; the KV array is donated."""
-    step = step_function(weights.graphdef, weights.treedef, shape, spec.mesh, spec.num_valid_tokens)
+    step = step_function(
+        weights, layout, shape, attention=spec.attention, mesh=spec.mesh, num_valid_tokens=spec.num_valid_tokens
+    )
     leaves = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in weights.leaves)
     packed = jax.ShapeDtypeStruct((PackedLayout(shape).size,), jnp.int32, sharding=replicated(spec.mesh))
     out = (replicated(spec.mesh), layout.sharding(spec.mesh))

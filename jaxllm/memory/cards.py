@@ -23,12 +23,13 @@ _MIB = {
     "h100-nvl": 95830,
     "gh200": 97871,
     "rtx-pro-6000": 97887,
-    "h200": 143771,
+    "h200": 143156,
     "b200": 183359,
 }
 
 CARDS: dict[str, int] = {name: size * MIB for name, size in _MIB.items()}
-"""Bytes by name: the total that nvidia-smi shows, to a few MiB. Programs get about half a percent less."""
+"""Bytes by name. The H200's is what programs can have, as measured; the others are the totals that nvidia-smi shows, of
+which programs get about half a percent less."""
 
 
 def card_bytes(name: str) -> int:

@@ -1,7 +1,6 @@
 """What a model will need, from its shapes alone: for the planner, and to stand beside what is measured.
 
-Weights are exact. The activation peak is an estimate of XLA's temporary buffer: the values that are alive at the widest
-point of a layer or of the sampler. What the compiler fuses decides the rest, which is why the engine measures.
+Weights are exact. The activation peak is an estimate of XLA's temporary buffer. What the compiler fuses decides the rest, which is why the engine measures.
 """
 
 from dataclasses import dataclass
@@ -20,8 +19,8 @@ ITEMSIZE = {
 }
 """Bytes of an element by the name of its dtype."""
 
-_LOGIT_COPIES = 4
-"""float32 arrays of the logits' shape that the sampler holds at once: logits, scaled logits, ordered keys, mass."""
+_LOGIT_COPIES = 3
+"""float32 arrays of the logits' shape that the sampler holds at once (measured: docs/memory.md)."""
 
 
 @dataclass(frozen=True)
@@ -56,17 +55,18 @@ def weight_bytes(model: ModelConfig, *, itemsize: int, tensor_parallel_size: int
 def activation_bytes(model: ModelConfig, workload: Workload, *, itemsize: int, tensor_parallel_size: int = 1) -> int:
     """Estimated bytes that the largest program needs on one device while it runs.
 
-    The maximum over the phases of a step: the MLP (residual, its input, gate and up), attention (residual, q, k, v and
-    the output) and the sampler (all rows, the whole vocabulary in float32).
+    The maximum over three phases of a step. The form was fitted to four measurements on an H200 (docs/memory.md), where a
+    prefill took as much per token as if keys and values of nearly all layers were kept, and a program with a tied
+    embedding at least as much as a copy of it.
     """
     run = runtime_config(model, tensor_parallel_size)
     tokens, tp = workload.max_num_batched_tokens, tensor_parallel_size
     query = run.num_attention_heads * run.head_dim // tp
     kv = run.num_key_value_heads * run.head_dim // tp
-    mlp = tokens * (2 * run.hidden_size + 2 * run.intermediate_size // tp) * itemsize
-    attention = tokens * (2 * run.hidden_size + 3 * query + 2 * kv) * itemsize
+    layer = query + 2 * run.hidden_size + 2 * run.intermediate_size // tp
+    prefill = tokens * (layer + 2 * kv * (run.num_hidden_layers - 1)) * itemsize
     hidden = tokens * run.hidden_size * itemsize
-    sampler = workload.rows * (run.vocab_size // tp if tp > 1 else run.vocab_size) * 4 * _LOGIT_COPIES
-    if tp > 1:  # the sampler works on logits gathered from all devices
-        sampler = workload.rows * run.vocab_size * 4 * _LOGIT_COPIES
-    return max(mlp, attention, hidden + sampler)
+    # The sampler works on logits gathered from all devices.
+    sampler = hidden + workload.rows * run.vocab_size * 4 * _LOGIT_COPIES
+    tied = run.vocab_size // tp * run.hidden_size * itemsize if model.tie_word_embeddings else 0
+    return max(prefill, sampler, tied)

@@ -22,24 +22,27 @@ class ProgramReport:
         static: from the compiler: temporaries + outputs - outputs that alias inputs.
         measured: what the allocator's peak rose by when it ran; None where that was not measured.
         naive: what `peak - in use` said in its place; None likewise.
+        serving: `static` of the program compiled for the real cache, which may have been tuned differently; None where
+            the program itself is a serving one, or none was compiled yet.
     """
 
     name: str
     static: int
     measured: int | None = None
     naive: int | None = None
+    serving: int | None = None
 
     @property
     def transient(self) -> int:
-        """The larger of the two."""
-        return max(self.static, self.measured or 0)
+        """The largest of what is known."""
+        return max(self.static, self.measured or 0, self.serving or 0)
 
     @property
     def disagreement(self) -> float:
         """How far measured and static lie apart, relative to the larger; 0 where one is missing."""
-        if self.measured is None or not self.transient:
+        if not self.measured:
             return 0.0
-        return abs(self.static - self.measured) / self.transient
+        return abs(self.static - self.measured) / max(self.static, self.measured)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,10 +138,11 @@ class MemoryReport:
         """The two lines, the bars, what was measured, and the notes."""
         parts = [*self.lines(), *(picture.terminal(bar, width) for bar in self.bars())]
         if self.programs:
-            parts.append(f"{'program':<16}{'compiler':>12}{'measured':>12}{'peak - in use':>15}")
+            parts.append(f"{'program':<16}{'compiler':>12}{'measured':>12}{'serving':>12}{'peak - in use':>15}")
             for p in self.programs:
-                cells = ["-" if size is None else format_bytes(size) for size in (p.measured, p.naive)]
-                parts.append(f"{p.name:<16}{format_bytes(p.static):>12}{cells[0]:>12}{cells[1]:>15}")
+                sizes = (p.static, p.measured, p.serving, p.naive)
+                cells = ["-" if size is None else format_bytes(size) for size in sizes]
+                parts.append(f"{p.name:<16}{cells[0]:>12}{cells[1]:>12}{cells[2]:>12}{cells[3]:>15}")
         if self.predicted_activations is not None and self.predicted_weights is not None:
             parts.append(
                 f"predicted from shapes: weights {format_bytes(self.predicted_weights)}, "

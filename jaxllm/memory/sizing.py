@@ -32,6 +32,9 @@ HOST_SHARE = 0.1
 ALLOCATOR_SLACK = 128 * MIB
 """Reserved beside what programs ask for: JAX's allocator hands out a region whole if less than this would be left."""
 
+RESERVE_GRAIN = 16 * MIB
+"""The reserve is a multiple of this, so that starts of the same engine get the same number of blocks."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CacheDemand:
@@ -168,9 +171,12 @@ def report_of(
 
 
 def reserve_bytes(demand: CacheDemand, programs: Sequence[ProgramReport]) -> int:
-    """The activation reserve: the largest program, the buffers of steps in flight, and the allocator's slack."""
+    """The activation reserve: the largest program, the buffers of steps in flight, and the allocator's slack.
+
+    Rounded up, since two compilations of one program can differ by a few hundred bytes.
+    """
     largest = max((program.transient for program in programs), default=0)
-    return largest + demand.step_buffer_bytes + ALLOCATOR_SLACK
+    return -(-(largest + demand.step_buffer_bytes) // RESERVE_GRAIN) * RESERVE_GRAIN + ALLOCATOR_SLACK
 
 
 def _budget(view: DeviceView, demand: CacheDemand, reserve: int, weights: int | None = None) -> DeviceBudget:

@@ -44,7 +44,7 @@ def verified(report: MemoryReport, demand: CacheDemand, serving: Mapping[str, in
     """`verify` on figures alone: `serving` is the static transient of each serving program, in bytes by name."""
     measured = {program.name: program for program in report.programs}
     merged = measured | {
-        name: replace(measured[name], static=static) if name in measured else ProgramReport(name=name, static=static)
+        name: replace(measured[name], serving=static) if name in measured else ProgramReport(name=name, static=static)
         for name, static in serving.items()
     }
     programs = tuple(sorted(merged.values(), key=lambda program: program.transient))
@@ -89,7 +89,10 @@ def _shrunk(report: MemoryReport, demand: CacheDemand, needed: int) -> MemoryRep
             kv_cache_memory_bytes=config.kv_cache_memory_bytes,
         )
         return replace(report, budgets=budgets)
-    size = size_cache(budgets, useful_blocks=min(demand.useful_blocks, report.num_kvcache_blocks))
+    size = size_cache(budgets, useful_blocks=demand.useful_blocks)
+    report = replace(report, budgets=budgets)
+    if size.num_blocks >= report.num_kvcache_blocks:  # the rounding to whole blocks had room for it
+        return report
     check_model_len(
         size.num_blocks,
         block_size=report.block_size,
@@ -99,7 +102,6 @@ def _shrunk(report: MemoryReport, demand: CacheDemand, needed: int) -> MemoryRep
     logger.warning("%s: %d blocks instead of %d", note, size.num_blocks, report.num_kvcache_blocks)
     return replace(
         report,
-        budgets=budgets,
         num_kvcache_blocks=size.num_blocks,
         bound_by=size.bound_by,
         device=size.device,

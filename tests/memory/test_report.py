@@ -60,6 +60,7 @@ def test_json_is_complete(tmp_path: Path) -> None:
         "static": 1000,
         "measured": 1012,
         "naive": 5000,
+        "serving": None,
         "transient": 1012,
     }
     budget = read["budgets"][0]

@@ -11,7 +11,7 @@ from jaxllm.memory import sizing, verify
 from jaxllm.memory.budget import BudgetError, outside_margin
 from jaxllm.memory.pool import pool_fraction
 from jaxllm.memory.report import MemoryReport, ProgramReport
-from jaxllm.memory.sizing import ALLOCATOR_SLACK, CacheDemand, report_of
+from jaxllm.memory.sizing import ALLOCATOR_SLACK, RESERVE_GRAIN, CacheDemand, report_of
 from jaxllm.memory.units import GIB, MIB
 from jaxllm.memory.views import AllocatorView, DeviceView, DriverView, ProcessMemory
 from jaxllm.models.config import ModelConfig
@@ -81,10 +81,9 @@ def sized(view: DeviceView | list[DeviceView], wanted: CacheDemand) -> MemoryRep
 def test_everything_is_inside_the_budget() -> None:
     report = sized(gpu(), demand())
     taken = 16 * GIB + report.kv_array_bytes + PROGRAM.transient
-    assert taken + outside_margin(TOTAL) + ALLOCATOR_SLACK <= TOTAL * 9 // 10
-    assert TOTAL * 9 // 10 - taken - outside_margin(TOTAL) - ALLOCATOR_SLACK < 16 * MIB
+    assert 0 <= TOTAL * 9 // 10 - taken - outside_margin(TOTAL) - ALLOCATOR_SLACK < RESERVE_GRAIN + 8 * MIB
     assert report.notes == ()
-    assert report.budget.activations == GIB + MIB + ALLOCATOR_SLACK
+    assert report.budget.activations == GIB + RESERVE_GRAIN + ALLOCATOR_SLACK
     json.dumps(report.to_dict())
 
 
@@ -180,7 +179,7 @@ def test_driver_that_does_not_tell_processes_apart() -> None:
 def test_disagreement_of_measurement_and_compiler() -> None:
     programs = (ProgramReport(name="decode[512]", static=GIB, measured=2 * GIB),)
     report = report_of("gpu", [gpu()], demand(), programs)
-    assert report.budget.activations == 2 * GIB + MIB + ALLOCATOR_SLACK
+    assert report.budget.activations == 2 * GIB + RESERVE_GRAIN + ALLOCATOR_SLACK
     assert "the larger counts" in report.notes[0]
 
 
@@ -205,8 +204,20 @@ def test_serving_program_that_needs_more_shrinks_the_cache() -> None:
     shrunk = verify.verified(report, demand(), {"mixed[16384]": 3 * GIB})
     assert shrunk.num_kvcache_blocks == report.num_kvcache_blocks - 2 * GIB // (8 * MIB)
     assert "2147483648 bytes more" in shrunk.notes[-1]
+    assert shrunk.bound_by == report.bound_by
+    (program,) = (p for p in shrunk.programs if p.name == "mixed[16384]")
+    assert (program.static, program.measured, program.serving) == (GIB, GIB, 3 * GIB)
     again = verify.verified(shrunk, demand(), {"mixed[16384]": 3 * GIB})
     assert again.num_kvcache_blocks == shrunk.num_kvcache_blocks
+
+
+def test_a_few_bytes_more_cost_no_block() -> None:
+    """Two compilations of one program differ a little: nothing is shrunk, and nothing is said."""
+    report = sized(gpu(), demand())
+    for more in (608, 9 * MIB):
+        checked = verify.verified(report, demand(), {"mixed[16384]": GIB + more})
+        assert checked.num_kvcache_blocks == report.num_kvcache_blocks
+        assert checked.notes == ()
 
 
 def test_shrinking_keeps_a_size_that_the_user_set() -> None:

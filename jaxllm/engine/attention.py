@@ -1,0 +1,189 @@
+"""Which attention a step runs, chosen once and said aloud: the Pallas kernels or plain jnp."""
+
+import logging
+from collections.abc import Callable
+from enum import StrEnum
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float
+
+from jaxllm.cache.kv_array import KV_SPEC, KVLayout
+from jaxllm.layers.paged_attention import PagedBatch, QueryTiles, paged_attention, query_tiles, write_kv
+from jaxllm.models.config import ModelConfig
+from jaxllm.models.decoder import Attend
+from jaxllm.parallel.mesh import TENSOR
+from kernels_pallas import hopper, selftest
+from kernels_pallas.kv_write import kv_write
+from kernels_pallas.paged_decode import DecodePlan, paged_decode, plan_decode, tuned_config
+from kernels_pallas.ragged_prefill import PrefillPlan, plan_prefill, ragged_prefill
+
+logger = logging.getLogger(__name__)
+
+KVArray = Float[Array, "layers 2 blocks kv_heads block_size head_dim"]
+
+TESTED = {("0.11.2", "NVIDIA H200")}
+"""Versions of jax and devices that the kernels' GPU tests were run on; elsewhere they test themselves at start-up."""
+
+_HEADS = PartitionSpec(None, TENSOR, None)
+
+
+class Attention(StrEnum):
+    """How K and V are written and attended over.
+
+    XLA runs everywhere. MOSAIC_GPU needs an NVIDIA Hopper GPU, bfloat16 or float16, and head and block sizes that the
+    kernels know.
+    """
+
+    XLA = "xla"
+    MOSAIC_GPU = "mosaic_gpu"
+
+
+def choose_attention(requested: str, model: ModelConfig, layout: KVLayout, mesh: Mesh) -> Attention:
+    """The attention for a model on a mesh; the choice and its reason are logged.
+
+    Args:
+        requested: "auto" takes the kernels where they run, else their name or "xla".
+        model: run-time shapes.
+        layout: of the KV cache.
+        mesh: all devices are taken to be of one kind.
+
+    Raises:
+        ValueError: if the kernels are asked for and cannot run here; says why.
+        RuntimeError: if they are asked for and fail their self-test.
+    """
+    if requested == Attention.XLA:
+        return Attention.XLA
+    device = mesh.devices.flat[0]
+    reason = _refusal(model, layout, device)
+    if reason is None and (jax.__version__, device.device_kind) not in TESTED:
+        failed = [str(outcome) for outcome in selftest.run() if not outcome.ok]
+        if failed and requested == Attention.MOSAIC_GPU:
+            raise RuntimeError(f"attention={requested!r}: the kernels fail their self-test here: {'; '.join(failed)}")
+        if failed:
+            logger.warning("the attention kernels fail their self-test here: %s", "; ".join(failed))
+            reason = "they fail their self-test"
+    if reason is None:
+        logger.info("attention: Pallas kernels (Mosaic GPU) on %s", device.device_kind)
+        return Attention.MOSAIC_GPU
+    if requested == Attention.MOSAIC_GPU:
+        raise ValueError(f"attention={requested!r} cannot run here: {reason}. Use 'auto' or 'xla'")
+    logger.info("attention: plain XLA; the Pallas kernels do not run here: %s", reason)
+    return Attention.XLA
+
+
+def _refusal(model: ModelConfig, layout: KVLayout, device: jax.Device) -> str | None:
+    """Why the kernels cannot run; None if they can. The kernels' own checks decide about shapes and dtypes."""
+    capability = getattr(device, "compute_capability", None)
+    if capability != "9.0":
+        return f"{device.device_kind} is no NVIDIA Hopper GPU (compute capability 9.0)"
+    heads = model.num_attention_heads // layout.tensor_parallel_size
+    kv_heads = layout.num_kv_heads // layout.tensor_parallel_size
+    struct = jax.ShapeDtypeStruct
+    kv = struct((layout.num_layers, 2, 1, kv_heads, layout.block_size, layout.head_dim), layout.dtype)
+    q, new = struct((8, heads, layout.head_dim), kv.dtype), struct((8, kv_heads, layout.head_dim), kv.dtype)
+    integers = {name: struct(shape, jnp.int32) for name, shape in (("rows", (8,)), ("cu", (9,)), ("tables", (8, 2)))}
+    batch = PagedBatch(integers["rows"], integers["tables"], integers["rows"], integers["cu"])
+
+    def both(q: Array, k: Array, v: Array, kv: KVArray, batch: PagedBatch) -> list[Array]:
+        hopper.check_attention_arguments(q, kv)
+        return [
+            _mosaic_gpu(_mosaic_plan(batch, decode, heads, layout), batch, 0, q, k, v, kv)[0]
+            for decode in (True, False)
+        ]
+
+    try:
+        jax.eval_shape(both, q, new, new, kv, batch)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def paged_attend(
+    attention: Attention,
+    batch: PagedBatch,
+    *,
+    decode: bool,
+    heads: int,
+    layout: KVLayout,
+    mesh: Mesh,
+    interpret: Any = None,
+) -> Attend[KVArray]:
+    """Writing and attending over pages as the decoder calls it, each device on its own KV heads.
+
+    Args:
+        attention: which implementation.
+        batch: the step's rows and pages.
+        decode: every row has one token.
+        heads: query heads over all devices.
+        layout: of the KV cache.
+        mesh: has the axis `tensor`.
+        interpret: run the Pallas kernels in their interpreter (tests on a CPU).
+    """
+    plan: Any
+    run: Callable[..., tuple[Array, KVArray]]
+    if attention is Attention.XLA:
+        plan = query_tiles(batch, max_q_len=1 if decode else batch.slots.shape[0])
+        run = _xla
+    else:
+        plan = _mosaic_plan(batch, decode, heads // layout.tensor_parallel_size, layout)
+        run = partial(_mosaic_gpu, interpret=interpret)
+
+    def attend(layer: int, q: Array, k: Array, v: Array, kv: KVArray) -> tuple[Array, KVArray]:
+        def local(plan: Any, batch: PagedBatch, q: Array, k: Array, v: Array, kv: KVArray) -> tuple[Array, KVArray]:
+            return run(plan, batch, layer, q, k, v, kv)
+
+        everywhere = PartitionSpec()
+        specs = (everywhere, everywhere, _HEADS, _HEADS, _HEADS, KV_SPEC)
+        # The kernels write the cache through references, for which jax has no varying-axes check.
+        sharded = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(_HEADS, KV_SPEC), check_vma=False)
+        return sharded(plan, batch, q, k, v, kv)
+
+    return attend
+
+
+def _xla(
+    tiles: QueryTiles, batch: PagedBatch, layer: int, q: Array, k: Array, v: Array, kv: KVArray
+) -> tuple[Array, KVArray]:
+    kv = write_kv(kv, layer, k, v, batch.slots)
+    return paged_attention(q, kv, layer, batch.block_tables, tiles), kv
+
+
+def _mosaic_plan(batch: PagedBatch, decode: bool, heads: int, layout: KVLayout) -> DecodePlan | PrefillPlan:
+    """Division of a step's attention among thread blocks; the same for all layers."""
+    kv_heads = layout.num_kv_heads // layout.tensor_parallel_size
+    kv = hopper.KVLayout(layout.num_layers, 1, kv_heads, layout.block_size, layout.head_dim)
+    rows, width = batch.block_tables.shape
+    max_context = width * layout.block_size
+    if decode:
+        config = tuned_config(layout.head_dim, rows=rows, kv_heads=kv.kv_heads)
+        return plan_decode(batch.context_lens, kv_heads=kv.kv_heads, max_context=max_context, config=config)
+    return plan_prefill(
+        batch.context_lens,
+        batch.cu_q_lens,
+        num_tokens=batch.slots.shape[0],
+        heads=heads,
+        kv=kv,
+        max_context=max_context,
+    )
+
+
+def _mosaic_gpu(
+    plan: DecodePlan | PrefillPlan,
+    batch: PagedBatch,
+    layer: int,
+    q: Array,
+    k: Array,
+    v: Array,
+    kv: KVArray,
+    interpret: Any = None,
+) -> tuple[Array, KVArray]:
+    scale = q.shape[-1] ** -0.5
+    kv = kv_write(kv, layer, k, v, batch.slots, interpret=interpret)
+    where = (kv, layer, batch.block_tables, batch.context_lens)
+    if isinstance(plan, DecodePlan):
+        return paged_decode(q, *where, scale=scale, plan=plan, interpret=interpret)[0], kv
+    return ragged_prefill(q, *where, batch.cu_q_lens, scale=scale, plan=plan, interpret=interpret), kv

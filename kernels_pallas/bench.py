@@ -1,0 +1,107 @@
+"""Measures every kernel against the ceilings of the same run: `python -m kernels_pallas.bench [--json FILE]`.
+
+Needs an NVIDIA Hopper GPU. `--quick` measures a few shapes of each kernel, `--tune` compares tuning parameters.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+
+from kernels_pallas.kv_write import WriteConfig
+from kernels_pallas.kv_write import bench as kv_write
+from kernels_pallas.paged_decode import DecodeConfig
+from kernels_pallas.paged_decode import bench as paged_decode
+from kernels_pallas.ragged_prefill import PrefillConfig
+from kernels_pallas.ragged_prefill import bench as ragged_prefill
+from kernels_pallas.timing import copy_bandwidth, matmul_rate
+
+QUICK = (
+    (
+        *(paged_decode.Point(*shape) for shape in ((1, 32768), (8, 1024), (256, 768), (512, 1024))),
+        paged_decode.Point(256, ("uniform", 2048)),
+        paged_decode.QUANTIZED[3],
+    ),
+    ragged_prefill.POINTS[:7],
+    kv_write.POINTS[1:2],
+)
+FULL = (
+    paged_decode.GRID + paged_decode.GROUPS + paged_decode.RAGGED + paged_decode.OTHERS + paged_decode.QUANTIZED,
+    ragged_prefill.POINTS,
+    kv_write.POINTS,
+)
+TUNE = (
+    tuple(
+        paged_decode.Point(256, 1024, kv_dtype=dtype, cudnn=False, config=config)
+        for dtype in ("bfloat16", "float8_e4m3fn")
+        for config in (
+            DecodeConfig(step=64, stages=2, min_piece=1024),
+            DecodeConfig(step=64, stages=3, min_piece=1024),
+            DecodeConfig(step=128, stages=2, min_piece=1024),
+        )
+    )
+    + tuple(
+        paged_decode.Point(rows, lengths, cudnn=False, config=DecodeConfig(target_items=items, min_piece=piece))
+        for rows, lengths, piece in ((256, ("log-uniform", 32768), 1024), (64, 4096, 1024), (8, 4096, 128))
+        for items in (396, 792, 1584)
+    ),
+    tuple(
+        ragged_prefill.Point(rows, tokens, config=config)
+        for rows, tokens in ((64, 256), (16, 1024), (1, 16384))
+        for config in (
+            PrefillConfig(),
+            PrefillConfig(alternate=False),
+            PrefillConfig(step=64, stages=4),
+        )
+    ),
+    tuple(
+        kv_write.Point(tokens, config=WriteConfig(tokens=size, blocks=blocks))
+        for tokens in (256, 2048)
+        for size, blocks in ((4, 132), (8, 132), (8, 528))
+    ),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print a line per measured shape; `argv` are the command's arguments; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m kernels_pallas.bench", description=__doc__)
+    parser.add_argument("--json", help="also write the results to this file")
+    parser.add_argument("--quick", action="store_true", help="a few shapes of each kernel")
+    parser.add_argument("--tune", action="store_true", help="several tuning parameters instead of many shapes")
+    parser.add_argument("--kernel", choices=("paged_decode", "ragged_prefill", "kv_write"), help="only this kernel")
+    arguments = parser.parse_args(argv)
+    if jax.default_backend() != "gpu":
+        print(f"the default device is {jax.default_backend()}; this benchmark needs an NVIDIA GPU", file=sys.stderr)
+        return 2
+    copy, matmul = copy_bandwidth(), matmul_rate()
+    print(f"{jax.devices()[0].device_kind}: copy {copy / 1e12:.2f} TB/s, matmul {matmul / 1e12:.0f} TFLOP/s")
+    decode, prefill, write = TUNE if arguments.tune else QUICK if arguments.quick else FULL
+    measured: dict[str, Iterator[dict[str, Any]]] = {
+        "paged_decode": paged_decode.measure(decode, copy),
+        "ragged_prefill": ragged_prefill.measure(prefill, matmul),
+        "kv_write": kv_write.measure(write, copy),
+    }
+    results: dict[str, Any] = {"device": jax.devices()[0].device_kind, "copy": copy, "matmul": matmul}
+    for name, lines in measured.items():
+        if arguments.kernel not in (None, name):
+            continue
+        begin = time.perf_counter()
+        results[name] = []
+        print(name)
+        for result in lines:
+            results[name].append(result)
+            numbers = [f"{key} {value:.2f}" for key, value in result.items() if key != "point"]
+            print(f"  {result['point']:32s} {', '.join(numbers)}", flush=True)
+        print(f"  ({time.perf_counter() - begin:.0f} s)", flush=True)
+    if arguments.json:
+        with open(arguments.json, "w") as file:
+            json.dump(results, file, indent=1)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

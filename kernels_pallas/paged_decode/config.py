@@ -1,0 +1,60 @@
+"""Tuning parameters of the decode kernel, and what they cost in shared memory."""
+
+import dataclasses
+
+from kernels_pallas.hopper import MULTIPROCESSORS, SHARED_MEMORY_PER_BLOCK, shared_memory_bytes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeConfig:
+    """How the decode kernel cuts its work.
+
+    Attributes:
+        step: context tokens per iteration (64 or 128): one shared-memory tile of K and one of V.
+        stages: tiles of K and of V in flight (2 or more).
+        target_items: thread blocks (piece of a row, KV head) to aim for when rows are cut: pieces are of about
+            (all context tokens * kv_heads) / target_items tokens.
+        min_piece: fewest tokens a cut leaves in a piece, in tokens; contexts up to this length are never cut.
+    """
+
+    step: int = 64
+    stages: int = 2
+    target_items: int = 3 * MULTIPROCESSORS
+    min_piece: int = 128
+
+    def __post_init__(self) -> None:
+        if self.step not in (64, 128):
+            raise ValueError(f"step is {self.step}; expected 64 or 128 (wgmma takes 64 rows of K at a time)")
+        if self.stages < 2:
+            raise ValueError(f"stages is {self.stages}; expected 2 or more, one being read while the next is loaded")
+        if self.target_items < 1:
+            raise ValueError(f"target_items is {self.target_items}; expected 1 or more")
+        if self.min_piece < self.step or self.min_piece % self.step:
+            raise ValueError(f"min_piece is {self.min_piece}; expected a positive multiple of step ({self.step})")
+
+    def shared_memory(self, head_dim: int, window: int, kv_itemsize: int = 2) -> int:
+        """Bytes of shared memory of one thread block.
+
+        Args:
+            head_dim: size of a head.
+            window: query rows a block computes.
+            kv_itemsize: bytes of a number in the cache; 1 if K and V are converted to 16 bits first.
+        """
+        tile = ((self.stages, self.step, head_dim), kv_itemsize)
+        converted = ((self.step if kv_itemsize == 1 else 0, head_dim), 2)
+        queries = ((window, head_dim), 2)
+        return shared_memory_bytes(tile, tile, converted, queries, ((window, self.step), 2), queries)
+
+    def check(self, *, head_dim: int, window: int, block_size: int, kv_itemsize: int) -> None:
+        """ValueError if the kernel cannot run with these sizes."""
+        used = self.shared_memory(head_dim, window, kv_itemsize)
+        if used > SHARED_MEMORY_PER_BLOCK:
+            raise ValueError(
+                f"step={self.step}, stages={self.stages} with head_dim {head_dim} needs {used} bytes of shared memory; "
+                f"a thread block has {SHARED_MEMORY_PER_BLOCK}. Use fewer stages or a smaller step."
+            )
+        if block_size % 8 or (block_size % self.step and self.step % block_size):
+            raise ValueError(
+                f"block_size is {block_size}; expected a multiple of 8 that divides step={self.step} or is a multiple "
+                "of it. Use 16, 32, 64, 128 or 256."
+            )

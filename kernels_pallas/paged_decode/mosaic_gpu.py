@@ -1,0 +1,171 @@
+"""Paged decode attention for Hopper in Pallas Mosaic GPU.
+
+The product is computed with its operands swapped: S^T = K Q^T and O^T = V^T P^T, so that wgmma's 64 rows are context
+tokens (or head dimensions) and the few query heads of a group are its columns. Padding the queries to 64 rows instead
+costs registers and shared memory that hold bytes in flight. The running softmax is FlashAttention's; cutting long
+contexts and merging by their log-sum-exp is flash-decoding's. One warpgroup loads and computes: three thread blocks
+share a multiprocessor and hide one another's latency.
+
+A float8 cache is read as such and converted to float16 in shared memory, as wgmma takes a transposed V only in 16 bits.
+"""
+
+import functools
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32
+
+from kernels_pallas.hopper import LOG2_E, check_attention_arguments
+from kernels_pallas.paged_decode.config import DecodeConfig
+from kernels_pallas.paged_decode.kernel import DecodeShape, decode_kernel
+from kernels_pallas.paged_decode.merge import merge_pieces
+from kernels_pallas.paged_decode.plan import DecodePlan, plan_decode
+from kernels_pallas.paged_decode.tuned import tuned_config
+from kernels_pallas.paged_decode.window import padded_query_rows, select_heads, window_rows
+
+QUANTIZED_DTYPES = (jnp.float8_e4m3fn,)
+
+
+def paged_decode(
+    q: Float[Array, "rows heads head_dim"],
+    kv: Float[Array, "layers 2 num_blocks kv_heads block_size head_dim"],
+    layer: int | Int32[Array, ""],
+    block_tables: Int32[Array, "rows max_blocks"],
+    context_lens: Int32[Array, " rows"],
+    *,
+    scale: float,
+    k_scale: float | Float[Array, ""] = 1.0,
+    v_scale: float | Float[Array, ""] = 1.0,
+    plan: DecodePlan | None = None,
+    config: DecodeConfig | None = None,
+    interpret: plgpu.InterpretGPUParams | None = None,
+) -> tuple[Float[Array, "rows heads head_dim"], Float[Array, "rows heads"]]:
+    """softmax(scale * q K^T) V over the first `context_lens[r]` tokens of row r's pages.
+
+    Args:
+        q: one query per row, bfloat16 or float16, at the last position of its context.
+        kv: the whole KV array, in q's dtype or float8_e4m3fn; of `layer`, only pages that contexts cover are read.
+        layer: index of the layer.
+        block_tables: entries beyond a row's context may hold anything.
+        context_lens: tokens of context, the query's own included; 0 for padding rows, whose output is zero.
+        scale: factor of the scores before the softmax.
+        k_scale: factor of a float8 cache's K; ignored for others.
+        v_scale: factor of its V.
+        plan: division of the work, from `plan_decode` with the same lengths; computed here when not given.
+        config: tuning parameters where no plan is given, by default the measured ones.
+        interpret: run in Pallas's GPU interpreter (on a CPU) instead of compiling.
+
+    Returns:
+        The outputs in q's dtype, and the natural logarithm of the sum of exponentials (-inf without context).
+
+    Raises:
+        ValueError: for shapes, dtypes or configurations the kernel cannot run.
+    """
+    layout = check_attention_arguments(q, kv, QUANTIZED_DTYPES)
+    rows, heads, head_dim = q.shape
+    if plan is None:
+        config = config or tuned_config(head_dim, rows=rows, kv_heads=layout.kv_heads)
+        max_context = block_tables.shape[1] * layout.block_size
+        plan = plan_decode(context_lens, kv_heads=layout.kv_heads, max_context=max_context, config=config)
+    if not plan.complete:
+        raise ValueError("plan is of decode rows among others; expected one from plan_decode without row_tokens")
+    out, lse, query_rows = decode_rows(
+        q, kv, layer, block_tables, plan,
+        scale=scale, scales=cache_scales(k_scale, v_scale), into=None, interpret=interpret,
+    )  # fmt: skip
+    return out.reshape(q.shape), select_heads(lse, heads=heads, group=heads // layout.kv_heads, query_rows=query_rows)
+
+
+def decode_rows(
+    q: Float[Array, "tokens heads head_dim"],
+    kv: Float[Array, "layers 2 num_blocks kv_heads block_size head_dim"],
+    layer: int | Int32[Array, ""],
+    block_tables: Int32[Array, "rows max_blocks"],
+    plan: DecodePlan,
+    *,
+    scale: float,
+    scales: Float32[Array, "2"],
+    into: Float[Array, "tokens heads head_dim"] | None,
+    interpret: plgpu.InterpretGPUParams | None,
+) -> tuple[Float[Array, "query_rows head_dim"], Float[Array, "groups window"], int]:
+    """Attention of the rows of a plan, whose tokens may lie among others: the common part of decode and mixed steps.
+
+    Args:
+        q: the queries of all tokens.
+        kv: as in `paged_decode`.
+        layer: as there.
+        block_tables: as there.
+        plan: rows, their tokens and how they are cut.
+        scale: as there.
+        scales: factors of K and V, used if the cache is quantized.
+        into: outputs of other tokens, completed in place; without it every token must be a row's.
+        interpret: as there.
+
+    Returns:
+        Outputs by token and head, log-sum-exp windows (base 2) by row and KV head, and the rows of the query array.
+    """
+    layout = check_attention_arguments(q, kv, QUANTIZED_DTYPES)
+    tokens, heads, head_dim = q.shape
+    group = heads // layout.kv_heads
+    window = window_rows(group)
+    plan.config.check(head_dim=head_dim, window=window, block_size=layout.block_size, kv_itemsize=kv.dtype.itemsize)
+    dtype = q.dtype if kv.dtype == q.dtype else jnp.dtype(jnp.float16)
+    queries = q.astype(dtype).reshape(tokens * heads, head_dim)
+    # A window is read as whole 8-row tiles: the last one must lie inside the array.
+    padding = padded_query_rows(queries.shape[0], window) - queries.shape[0]
+    queries = jnp.pad(queries, ((0, padding), (0, 0))) if padding else queries
+    shape = DecodeShape(
+        kv=layout,
+        config=plan.config,
+        group=group,
+        window=window,
+        query_rows=queries.shape[0],
+        scale_log2=scale * LOG2_E,
+        kv_dtype=kv.dtype,
+        dtype=dtype,
+        out_dtype=q.dtype,
+        cut=plan.cut,
+        complete=plan.complete,
+    )
+    items, rows = plan.item_row.shape[0], plan.row_items.shape[0]
+    struct = jax.ShapeDtypeStruct
+    out_type = [struct(((items if plan.cut else rows) * layout.kv_heads, window), jnp.float32)]
+    if plan.cut:
+        out_type.append(struct((items * layout.kv_heads, head_dim, window), jnp.float32))
+    aliased = None if into is None else jax.new_ref(into.reshape(tokens * heads, head_dim))
+    results = plgpu.kernel(
+        functools.partial(decode_kernel, shape),
+        # The output follows the inputs either as an aliased input or as the first output.
+        out_type=(*([struct((tokens * heads, head_dim), q.dtype)] if aliased is None else []), *out_type),
+        grid=(items * layout.kv_heads,),
+        grid_names=("block",),
+        scratch_types=shape.scratch(),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name="paged_decode",
+        interpret=interpret,
+    )(
+        jnp.reshape(jnp.asarray(layer, jnp.int32), (1,)),
+        plan.item_row,
+        plan.item_token,
+        plan.item_begin,
+        plan.item_end,
+        plan.row_items,
+        scales,
+        block_tables,
+        queries,
+        kv.reshape(layout.pages, layout.block_size, head_dim),
+        *([] if aliased is None else [aliased]),
+    )
+    out, lse, *pieces = results if aliased is None else (aliased[...], *results)
+    if plan.cut:
+        out, lse = merge_pieces(
+            out, lse, pieces[0], plan,
+            kv_heads=layout.kv_heads, group=group, query_rows=queries.shape[0], interpret=interpret,
+        )  # fmt: skip
+    return out, lse, queries.shape[0]
+
+
+def cache_scales(k_scale: float | Float[Array, ""], v_scale: float | Float[Array, ""]) -> Float32[Array, "2"]:
+    """The factors of a quantized cache's K and V as the kernels take them."""
+    return jnp.stack([jnp.asarray(k_scale, jnp.float32), jnp.asarray(v_scale, jnp.float32)])

@@ -1,0 +1,170 @@
+"""Speed of the prefill kernel over ragged chunks, beside cuDNN's dense causal attention where the shape allows it."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kernels_pallas.hopper import KVLayout
+from kernels_pallas.ragged_prefill import PrefillConfig, plan_prefill, ragged_prefill
+from kernels_pallas.timing import median_seconds, random_array, repeated
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One measured batch: `rows` chunks of `tokens` tokens, each behind `before` tokens of paged context.
+
+    `decode_rows` rows of one token with `decode_context` tokens of context come before the chunks.
+    """
+
+    rows: int
+    tokens: int
+    before: int = 0
+    decode_rows: int = 0
+    decode_context: int = 1024
+    heads: int = 16
+    kv_heads: int = 8
+    head_dim: int = 128
+    block_size: int = 64
+    config: PrefillConfig | None = None
+
+    @property
+    def name(self) -> str:
+        """Rows x tokens (+ context before), decode rows, group, head size, block size, and what is not the default."""
+        name = f"{self.rows}x{self.tokens}" + (f"+{self.before}" if self.before else "")
+        if self.decode_rows:
+            name += f" and {self.decode_rows}x1+{self.decode_context - 1}"
+        name += f" g{self.heads // self.kv_heads} d{self.head_dim} b{self.block_size}"
+        if self.config is not None:
+            name += f" step{self.config.step}x{self.config.stages}"
+            name += " registers" * self.config.weights_in_registers + " alternate" * self.config.alternate
+        return name
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of the unmasked scores and their products with V."""
+        pairs = self.rows * (self.tokens * self.before + self.tokens * (self.tokens + 1) / 2)
+        return 4.0 * self.heads * self.head_dim * (pairs + self.decode_rows * self.decode_context)
+
+    @property
+    def q_lens(self) -> np.ndarray:
+        """Tokens of each row."""
+        return np.array([1] * self.decode_rows + [self.tokens] * self.rows, np.int32)
+
+    @property
+    def context_lens(self) -> np.ndarray:
+        """Context of each row."""
+        return np.array([self.decode_context] * self.decode_rows + [self.before + self.tokens] * self.rows, np.int32)
+
+    def block_tables(self) -> np.ndarray:
+        """Pages of each row in random order, padded with a block that does not exist."""
+        needed = -(-self.context_lens // self.block_size)
+        order = np.random.default_rng(1).permutation(self.blocks)
+        tables = np.full((len(needed), int(needed.max())), self.blocks, np.int32)
+        for row, end in enumerate(np.cumsum(needed)):
+            tables[row, : needed[row]] = order[end - needed[row] : end]
+        return tables
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the cache."""
+        return int((-(-self.context_lens // self.block_size)).sum())
+
+    @property
+    def cache_shape(self) -> tuple[int, ...]:
+        """Shape of a cache of two layers."""
+        return (2, 2, self.blocks, self.kv_heads, self.block_size, self.head_dim)
+
+
+POINTS = (
+    Point(64, 256),
+    Point(16, 1024),
+    Point(256, 560),
+    Point(4, 4096),
+    Point(1, 16384),
+    Point(1, 2048),
+    Point(1, 2048, decode_rows=240),
+    Point(1, 4096, before=28672),
+    Point(1, 2048, heads=32),
+    Point(1, 2048, heads=40),
+    Point(16, 1024, head_dim=64),
+    Point(16, 1024, head_dim=256),
+)
+
+
+def measure(points: tuple[Point, ...], matmul_flops_per_second: float) -> Iterator[dict[str, Any]]:
+    """Compile all points in parallel, then time each: microseconds, TFLOP/s and share of the matmul ceiling."""
+    with ThreadPoolExecutor(16) as pool:
+        ours = list(pool.map(_compile_kernel, points))
+        others = list(pool.map(_compile_cudnn, points))
+    for point, kernel, cudnn in zip(points, ours, others, strict=True):
+        times = _repetitions(point)
+        tables, lengths = jnp.asarray(point.block_tables()), jnp.asarray(point.context_lens)
+        cu = jnp.asarray(np.concatenate([[0], np.cumsum(point.q_lens)]).astype(np.int32))
+        q = random_array((int(point.q_lens.sum()), point.heads, point.head_dim), jnp.bfloat16, seed=1)
+        kv = random_array(point.cache_shape, jnp.bfloat16)
+        seconds = median_seconds(kernel, q, kv, tables, lengths, cu) / times
+        result: dict[str, Any] = {
+            "point": point.name,
+            "us": seconds * 1e6,
+            "TFLOP/s": point.flops / seconds / 1e12,
+            "share": point.flops / seconds / matmul_flops_per_second,
+        }
+        if cudnn is not None:
+            k = random_array((point.rows, point.tokens, point.kv_heads, point.head_dim), jnp.bfloat16)
+            q = q.reshape(point.rows, point.tokens, point.heads, point.head_dim)
+            result["cudnn us"] = median_seconds(cudnn, q, k, k + 1) / times * 1e6
+            result["gain"] = result["cudnn us"] / result["us"]
+        yield result
+
+
+def _repetitions(point: Point) -> int:
+    return max(1, int(20e-3 / (point.flops / 4e14 + 20e-6 + point.decode_rows * 1e-6)))
+
+
+def _compile_kernel(point: Point) -> Callable[..., jax.Array]:
+    def run(q: jax.Array, kv: jax.Array, tables: jax.Array, lengths: jax.Array, cu: jax.Array) -> jax.Array:
+        plan = plan_prefill(
+            lengths, cu,
+            num_tokens=q.shape[0], heads=point.heads, kv=KVLayout.of(kv),
+            max_context=tables.shape[1] * point.block_size, single_tokens_apart=point.decode_rows > 0,
+        )  # fmt: skip
+
+        def layer(q: jax.Array) -> jax.Array:
+            scale = point.head_dim**-0.5
+            return ragged_prefill(q, kv, 1, tables, lengths, cu, scale=scale, plan=plan, config=point.config)
+
+        return repeated(layer, _repetitions(point))(q)
+
+    struct = jax.ShapeDtypeStruct
+    return (
+        jax.jit(run)
+        .lower(
+            struct((int(point.q_lens.sum()), point.heads, point.head_dim), jnp.bfloat16),
+            struct(point.cache_shape, jnp.bfloat16),
+            struct(point.block_tables().shape, jnp.int32),
+            struct(point.context_lens.shape, jnp.int32),
+            struct((len(point.q_lens) + 1,), jnp.int32),
+        )
+        .compile()
+    )
+
+
+def _compile_cudnn(point: Point) -> Callable[..., jax.Array] | None:
+    if point.before or point.decode_rows or point.head_dim > 128:
+        return None  # its causal mask starts at position 0, and its heads end at 128
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        def layer(q: jax.Array) -> jax.Array:
+            return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+
+        return repeated(layer, _repetitions(point))(q)
+
+    struct = jax.ShapeDtypeStruct
+    q = struct((point.rows, point.tokens, point.heads, point.head_dim), jnp.bfloat16)
+    k = struct((point.rows, point.tokens, point.kv_heads, point.head_dim), jnp.bfloat16)
+    return jax.jit(run).lower(q, k, k).compile()

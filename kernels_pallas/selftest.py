@@ -1,0 +1,138 @@
+"""Runs each kernel on a small input against its reference: `python -m kernels_pallas.selftest`.
+
+Compiled where the default device is a Hopper GPU, in Pallas's GPU interpreter elsewhere. Prints a line a kernel; the
+exit code is 0 if all agree. `run()` is for callers that want to know before they choose these kernels, such as an
+engine on a combination of jax and device that nobody has tested.
+"""
+
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+
+from kernels_pallas.hopper import KVLayout
+from kernels_pallas.kv_write import kv_write, kv_write_reference
+from kernels_pallas.paged_decode import DecodeConfig, paged_decode, paged_decode_reference
+from kernels_pallas.ragged_prefill import plan_prefill, ragged_prefill, ragged_prefill_reference
+from kernels_pallas.ragged_prefill.tuned import TUNED as PREFILL_CONFIGS
+
+TOLERANCE = 8e-3
+"""Allowed ||kernel - reference|| / ||reference|| in bfloat16, whose rounding alone is 2e-3."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """Result of one kernel: its relative error (NaN where it failed), what was raised if anything, and the seconds."""
+
+    kernel: str
+    error: float
+    raised: str | None
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether the kernel ran and agrees with its reference."""
+        return self.raised is None and self.error <= TOLERANCE
+
+    def __str__(self) -> str:
+        verdict = "ok" if self.ok else "FAILED"
+        detail = self.raised or f"relative error {self.error:.1e}"
+        return f"{self.kernel:16s} {verdict:6s} {detail} ({self.seconds:.1f} s)"
+
+
+def run(interpret: plgpu.InterpretGPUParams | None = None) -> Iterator[Outcome]:
+    """Check each kernel in turn; `interpret` runs them in the interpreter, which no GPU is needed for."""
+    for kernel, check in (
+        ("kv_write", _check_write),
+        ("paged_decode", _check_decode),
+        ("ragged_prefill", _check_prefill),
+    ):
+        begin = time.perf_counter()
+        error, raised = float("nan"), None
+        try:
+            error = check(interpret)
+        except Exception as exception:  # any failure to trace, compile or run is what this looks for
+            raised = f"{type(exception).__name__}: {str(exception).splitlines()[0] if str(exception) else ''}"
+        yield Outcome(kernel, error, raised, time.perf_counter() - begin)
+
+
+def main() -> int:
+    """Print the outcomes; 0 if every kernel agrees with its reference."""
+    device = jax.devices()[0]
+    compiled = device.platform == "gpu" and float(getattr(device, "compute_capability", "0")) >= 9.0
+    print(f"{device.device_kind}, jax {jax.__version__}: {'compiled' if compiled else 'in the interpreter'}")
+    outcomes = []
+    for outcome in run(None if compiled else plgpu.InterpretGPUParams()):
+        print(outcome, flush=True)
+        outcomes.append(outcome)
+    return 0 if all(outcome.ok for outcome in outcomes) else 1
+
+
+def _cache(lengths: list[int], block_size: int) -> tuple[jax.Array, jax.Array]:
+    """A cache of two layers and the rows' tables; slots without a token hold NaN."""
+    rng = np.random.default_rng(0)
+    needed = [-(-length // block_size) for length in lengths]
+    kv = np.full((2, 2, sum(needed) + 1, 2, block_size, 128), np.nan, np.float32)
+    tables = np.full((len(lengths), max(needed) + 1), 2**30, np.int32)
+    free = iter(rng.permutation(sum(needed)))
+    for row, length in enumerate(lengths):
+        for index in range(needed[row]):
+            used = min(block_size, length - index * block_size)
+            tables[row, index] = next(free)
+            kv[1, :, tables[row, index], :, :used] = rng.standard_normal((2, 2, used, 128))
+    return jnp.asarray(kv, jnp.bfloat16), jnp.asarray(tables)
+
+
+def _relative_error(got: jax.Array, want: jax.Array) -> float:
+    a, b = (np.asarray(x.astype(jnp.float32), np.float64) for x in (got, want))
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+def _check_write(interpret: plgpu.InterpretGPUParams | None) -> float:
+    kv = jnp.zeros((2, 2, 4, 2, 16, 128), jnp.bfloat16)
+    k, v = jax.random.normal(jax.random.key(0), (2, 6, 2, 128), jnp.bfloat16)
+    slots = jnp.array([63, 0, 17, 64, 40, 2**31 - 1], jnp.int32)
+    write: Callable[..., jax.Array] = jax.jit(lambda *args: kv_write(args[0], 1, *args[1:], interpret=interpret))
+    return _relative_error(write(kv, k, v, slots), kv_write_reference(kv, 1, k, v, slots))
+
+
+def _check_decode(interpret: plgpu.InterpretGPUParams | None) -> float:
+    lengths = [0, 1, 150, 16]
+    kv, tables = _cache(lengths, 16)
+    q = jax.random.normal(jax.random.key(0), (4, 4, 128), jnp.bfloat16)
+    arguments = (q, kv, 1, tables, jnp.array(lengths, jnp.int32))
+    want, _ = paged_decode_reference(*arguments, scale=0.1)
+    errors = []
+    for config in (DecodeConfig(min_piece=2048), DecodeConfig(min_piece=64, target_items=8)):
+        got, _ = paged_decode(*arguments, scale=0.1, config=config, interpret=interpret)
+        errors.append(_relative_error(got, want))
+    return float(np.max(errors))
+
+
+def _check_prefill(interpret: plgpu.InterpretGPUParams | None) -> float:
+    lengths = [1, 80, 30]
+    kv, tables = _cache(lengths, 16)
+    q = jax.random.normal(jax.random.key(0), (40, 4, 128), jnp.bfloat16)
+    cu = jnp.array([0, 1, 20, 40], jnp.int32)
+    arguments = (q, kv, 1, tables, jnp.array(lengths, jnp.int32), cu)
+    config = dataclasses.replace(PREFILL_CONFIGS[128], blocks=3)  # fewer than units, so that each does several
+    plan = plan_prefill(
+        arguments[4],
+        cu,
+        num_tokens=40,
+        heads=4,
+        kv=KVLayout.of(kv),
+        max_context=tables.shape[1] * 16,
+        decode_config=DecodeConfig(min_piece=64, target_items=8),
+    )
+    got = ragged_prefill(*arguments, scale=0.1, plan=plan, config=config, interpret=interpret)
+    return _relative_error(got, ragged_prefill_reference(*arguments, scale=0.1))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""Every kernel lowers for CUDA on a machine without a GPU; layouts are inferred in that step."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from kernels_pallas.kv_write import kv_write
+from kernels_pallas.paged_decode import DecodeConfig, paged_decode
+from kernels_pallas.ragged_prefill import ragged_prefill
+
+SHAPES = [  # head_dim, group, block_size, dtype, tokens of prefill
+    (64, 3, 16, jnp.bfloat16, 72),
+    (128, 1, 128, jnp.float16, 5),
+    (128, 5, 256, jnp.bfloat16, 131),
+    (256, 16, 32, jnp.bfloat16, 70),
+]
+
+
+def lower(function, *shapes):
+    structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
+    return jax.jit(function).trace(*structs).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(("head_dim", "group", "block_size", "dtype", "tokens"), SHAPES)
+def test_attention_lowers(head_dim, group, block_size, dtype, tokens):
+    heads = 2 * group
+    kv = ((3, 2, 50, 2, block_size, head_dim), dtype)
+    integers = [((5, 20), jnp.int32), ((5,), jnp.int32)]
+    layer = ((), jnp.int32)
+    text = lower(
+        lambda q, kv, layer, tables, lens: paged_decode(q, kv, layer, tables, lens, scale=1.0),
+        ((5, heads, head_dim), dtype), kv, layer, *integers,
+    )  # fmt: skip
+    assert text.count("@mosaic_gpu_v2") == 2  # attention and merge
+    text = lower(
+        lambda q, kv, layer, tables, lens, cu: ragged_prefill(q, kv, layer, tables, lens, cu, scale=1.0),
+        ((tokens, heads, head_dim), dtype), kv, layer, *integers, ((6,), jnp.int32),
+    )  # fmt: skip
+    assert text.count("@mosaic_gpu_v2") == 3  # prefill, and rows of one token as above
+
+
+def test_whole_rows_need_one_kernel():
+    config = DecodeConfig(min_piece=2048)
+    text = lower(
+        lambda q, kv, tables, lens: paged_decode(q, kv, 0, tables, lens, scale=1.0, config=config),
+        ((8, 16, 128), jnp.bfloat16),
+        ((1, 2, 50, 8, 64, 128), jnp.bfloat16),
+        ((8, 32), jnp.int32),
+        ((8,), jnp.int32),
+    )
+    assert text.count("@mosaic_gpu_v2") == 1
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
+def test_the_write_lowers(dtype):
+    new = ((24, 2, 128), dtype)
+    text = lower(
+        lambda kv, k, v, slots: kv_write(kv, 1, k, v, slots),
+        ((3, 2, 50, 2, 16, 128), dtype), new, new, ((24,), jnp.int32),
+    )  # fmt: skip
+    assert text.count("@mosaic_gpu_v2") == 1
+
+
+def test_kernels_lower_inside_shard_map():
+    mesh = jax.make_mesh((1,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
+    heads, cache, whole = P(None, "tensor", None), P(None, None, None, "tensor", None, None), P()
+
+    def layer(q, k, v, kv, tables, lens, cu, slots):
+        kv = kv_write(kv, 1, k, v, slots)
+        out, _ = paged_decode(q, kv, 1, tables, lens, scale=1.0)
+        return ragged_prefill(out, kv, 1, tables, lens, cu, scale=1.0), kv
+
+    new = ((8, 4, 128), jnp.bfloat16)
+    text = lower(
+        jax.shard_map(
+            layer,
+            mesh=mesh,
+            in_specs=(heads, heads, heads, cache, whole, whole, whole, whole),
+            out_specs=(heads, cache),
+            check_vma=False,
+        ),
+        ((8, 8, 128), jnp.bfloat16), new, new, ((2, 2, 20, 4, 64, 128), jnp.bfloat16),
+        ((8, 100), jnp.int32), ((8,), jnp.int32), ((9,), jnp.int32), ((8,), jnp.int32),
+    )  # fmt: skip
+    assert text.count("@mosaic_gpu_v2") == 6
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_attention_over_a_float8_cache_lowers(head_dim):
+    q = ((8, 16, head_dim), jnp.bfloat16)
+    kv = ((1, 2, 50, 8, 64, head_dim), jnp.float8_e4m3fn)
+    integers = [((8, 32), jnp.int32), ((8,), jnp.int32)]
+    text = lower(
+        lambda q, kv, tables, lens: paged_decode(q, kv, 0, tables, lens, scale=1.0, k_scale=lens[0] * 0.5),
+        q, kv, *integers,
+    )  # fmt: skip
+    assert text.count("@mosaic_gpu_v2") == 2
+    text = lower(
+        lambda q, kv, tables, lens, cu: ragged_prefill(q, kv, 0, tables, lens, cu, scale=1.0, v_scale=2.0),
+        q, kv, *integers, ((9,), jnp.int32),
+    )  # fmt: skip
+    assert text.count("@mosaic_gpu_v2") == 3

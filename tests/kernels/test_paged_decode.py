@@ -1,0 +1,175 @@
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from kernels.attention_cases import Case, make_case, relative_error, solve
+
+from kernels_pallas.paged_decode import (
+    DecodeConfig,
+    paged_decode,
+    paged_decode_reference,
+    plan_decode,
+)
+
+# Rounding of the output to bfloat16 alone is 2e-3 of it; float16 has three more bits.
+TOLERANCE = {np.dtype(ml_dtypes.bfloat16): 6e-3, np.dtype(np.float16): 1e-3}
+
+
+def arguments(case: Case) -> tuple:
+    return (
+        jnp.asarray(case.q),
+        jnp.asarray(case.kv),
+        case.layer,
+        jnp.asarray(case.block_tables),
+        jnp.asarray(case.context_lens),
+    )
+
+
+def assert_solves(case: Case, out: jax.Array, lse: jax.Array) -> None:
+    want, want_lse = solve(case)
+    assert relative_error(out, want) < TOLERANCE[case.q.dtype]
+    assert np.array_equal(np.isneginf(lse), np.isneginf(want_lse))
+    finite = np.isfinite(want_lse)
+    np.testing.assert_allclose(np.asarray(lse)[finite], want_lse[finite], atol=2e-3)
+
+
+WHOLE = DecodeConfig(min_piece=2**20)
+CUT = DecodeConfig(min_piece=64, target_items=8)
+
+CASES = {
+    # lengths around a block (16) and around a step (64), padding rows between them
+    "lengths": (dict(context_lens=[0, 1, 15, 16, 17, 63, 64, 65, 0]), WHOLE),
+    "cut": (dict(context_lens=[0, 1, 300, 130]), CUT),
+    "one row cut": (dict(context_lens=[200], block_size=64, heads=8), CUT),
+    "shared pages": (dict(context_lens=[70, 70, 40], shared_blocks=2), WHOLE),
+    "group of 5": (dict(context_lens=[33, 80], heads=10), WHOLE),
+    "group of 3, head_dim 64": (dict(context_lens=[33, 80, 7], heads=9, kv_heads=3, head_dim=64), CUT),
+    "group of 16, head_dim 256": (dict(context_lens=[20, 70], heads=16, kv_heads=1, head_dim=256), WHOLE),
+    "no group, block 128": (dict(context_lens=[129, 5], heads=2, block_size=128), WHOLE),
+    "block 256, steps of 128": (
+        dict(context_lens=[300, 257], block_size=256, kv_heads=1),
+        DecodeConfig(step=128, min_piece=128, target_items=2),
+    ),
+    "three stages": (dict(context_lens=[290, 1]), DecodeConfig(stages=3, min_piece=2**20)),
+    "float16": (dict(context_lens=[40, 17], dtype=np.float16, block_size=32), WHOLE),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_float64(name, execute):
+    sizes, config = CASES[name]
+    case = make_case(**sizes)
+    out, lse = execute(paged_decode, *arguments(case), scale=case.scale, config=config)
+    assert_solves(case, out, lse)
+
+
+QUANTIZED = {
+    "lengths": (dict(context_lens=[0, 1, 64, 90], heads=4), WHOLE),
+    "cut, head_dim 64": (dict(context_lens=[200, 15], heads=3, kv_heads=1, head_dim=64, block_size=64), CUT),
+    "head_dim 256": (dict(context_lens=[70], heads=2, kv_heads=1, head_dim=256, block_size=32), WHOLE),
+}
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_float8_cache_equals_float64(name, execute):
+    sizes, config = QUANTIZED[name]
+    case = make_case(**sizes, kv_dtype=ml_dtypes.float8_e4m3fn)
+    scales = dict(k_scale=jnp.float32(0.5), v_scale=3.0)
+    out, lse = execute(paged_decode, *arguments(case), scale=2 * case.scale, config=config, **scales)
+    assert_solves(case, out / 3, lse)
+    out, lse = paged_decode_reference(*arguments(case), scale=2 * case.scale, **scales)
+    assert_solves(case, out / 3, lse)
+
+
+@pytest.mark.parametrize("name", ["lengths", "group of 3, head_dim 64", "float16"])
+def test_reference_equals_float64(name):
+    case = make_case(**CASES[name][0])
+    assert_solves(case, *paged_decode_reference(*arguments(case), scale=case.scale))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(8))
+def test_random_cases(seed):
+    rng = np.random.default_rng(seed)
+    rows, kv_heads = int(rng.integers(1, 40)), int(rng.choice([1, 2, 8]))
+    lengths = np.exp(rng.uniform(0, np.log(5000), rows)).astype(int) * (rng.random(rows) > 0.1)
+    case = make_case(
+        lengths,
+        heads=kv_heads * int(rng.choice([1, 2, 4, 5, 7, 8])),
+        kv_heads=kv_heads,
+        head_dim=int(rng.choice([64, 128, 256])),
+        block_size=int(rng.choice([16, 32, 64, 128, 256])),
+        dtype=np.float16 if seed % 3 == 0 else ml_dtypes.bfloat16,
+        seed=seed,
+    )
+    call = jax.jit(lambda *args: paged_decode(*args, scale=case.scale))
+    assert_solves(case, *call(*arguments(case)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [2, 8, 16])
+def test_error_is_no_larger_than_cudnn(heads):
+    from jax._src.cudnn.fused_attention_stablehlo import MaskType, paged_attention
+
+    lengths = [1000, 17, 512, 64]
+    case = make_case(lengths, heads=heads, kv_heads=2, block_size=64, layers=1, layer=0)
+    want, _ = solve(case)
+    q, kv, layer, tables, lens = arguments(case)
+    ours, _ = jax.jit(lambda *args: paged_decode(*args, scale=case.scale))(q, kv, layer, tables, lens)
+    # cuDNN wants the pages its tables can name, no more, and finite ones.
+    width = tables.shape[1]
+    own = jnp.asarray(
+        np.random.default_rng(0).permutation(len(lengths) * width).reshape(len(lengths), width), jnp.int32
+    )
+    pages = jnp.zeros((2, len(lengths) * width, *kv.shape[3:]), kv.dtype)
+    pages = pages.at[:, own].set(jnp.nan_to_num(kv[0][:, jnp.clip(tables, 0, kv.shape[2] - 1)]))
+    table = own[:, None, :, None]
+    theirs = paged_attention(
+        q[:, :, None], *pages, jnp.ones_like(lens), lens, table, table,
+        scale=case.scale, mask_type=MaskType.PADDING, qkv_layout="BNTH",
+    )[:, :, 0]  # fmt: skip
+    assert relative_error(ours, want) <= 1.02 * relative_error(theirs, want)
+
+
+def test_a_plan_covers_every_context_once():
+    rng = np.random.default_rng(0)
+    for rows in (1, 40):
+        for config in (CUT, WHOLE):
+            lengths = (np.exp(rng.uniform(0, np.log(9000), rows)).astype(np.int32)) * (rng.random(rows) > 0.2)
+            plan = plan_decode(jnp.asarray(lengths, jnp.int32), kv_heads=4, max_context=9000, config=config)
+            covered = [np.zeros(length, int) for length in lengths]
+            for row, begin, end in zip(plan.item_row, plan.item_begin, plan.item_end, strict=True):
+                assert begin % config.step == 0
+                covered[int(row)][int(begin) : int(end)] += 1
+            assert all((times == 1).all() for times in covered)
+            assert plan.item_row.shape[0] <= rows + -(-config.target_items // 4)
+            for row in range(rows):
+                mine = slice(int(plan.row_first[row]), int(plan.row_first[row]) + int(plan.row_items[row]))
+                assert (np.asarray(plan.item_row[mine]) == row).all()
+
+
+def test_a_long_row_is_divided_and_equal_rows_stay_whole():
+    config = DecodeConfig(target_items=1584, min_piece=1024)
+    uneven = plan_decode(jnp.array([100] * 63 + [32768], jnp.int32), kv_heads=8, max_context=32768, config=config)
+    assert int(uneven.row_items[63]) > 16 and int(uneven.row_items[0]) == 1
+    equal = plan_decode(jnp.full((256,), 768, jnp.int32), kv_heads=8, max_context=4096, config=config)
+    assert (np.asarray(equal.row_items) == 1).all()
+
+
+def test_refuses_what_it_cannot_run():
+    case = make_case([20], head_dim=128, block_size=16)
+    q, kv, layer, tables, lengths = arguments(case)
+    call = lambda q, kv, **kwargs: paged_decode(q, kv, layer, tables, lengths, scale=1.0, **kwargs)  # noqa: E731
+    with pytest.raises(ValueError, match="head_dim is 32; the Pallas kernels support"):
+        call(q[..., :32], kv[..., :32])
+    with pytest.raises(ValueError, match="kv has dtype float16, q has bfloat16"):
+        call(q, kv.astype(jnp.float16))
+    with pytest.raises(ValueError, match="q has 3 heads; expected a multiple of kv's 2"):
+        call(q[:, :3], kv)
+    with pytest.raises(ValueError, match="bytes of shared memory; a thread block has"):
+        call(q, kv, config=DecodeConfig(stages=9))
+    with pytest.raises(ValueError, match="block_size is 12; expected"):
+        call(q, kv[..., :12, :])
+    with pytest.raises(ValueError, match="stages is 1; expected 2 or more"):
+        DecodeConfig(stages=1)
