@@ -107,6 +107,8 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
 
 def set_up_logging(verbose: bool) -> None:
     """Log to standard error; only warnings unless `verbose`."""
+    # Transformers advises everybody without PyTorch to install it; here it only reads tokenizers.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     logging.basicConfig(
         level=logging.INFO if verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
     )

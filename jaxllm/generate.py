@@ -114,7 +114,7 @@ def _run(args: argparse.Namespace) -> int:
         outputs = [_stream(llm, inputs, params)]
     seconds = time.perf_counter() - start
 
-    summary = _summary(outputs, seconds)
+    summary = _summary(outputs, seconds, llm.stats.seconds_compiling_after_ready)
     if args.json:
         results = [output.to_dict() | {"prompt": prompt} for output, prompt in zip(outputs, prompts, strict=True)]
         print(json.dumps({"model": args.model or DEMO_MODEL, **summary, "outputs": results}, ensure_ascii=False))
@@ -148,7 +148,7 @@ def _stream(llm: Any, inputs: list[Any], params: Any) -> Any:
     return output
 
 
-def _summary(outputs: list[Any], seconds: float) -> dict[str, Any]:
+def _summary(outputs: list[Any], seconds: float, compiling: float) -> dict[str, Any]:
     tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
     firsts = [output.metrics.time_to_first_token for output in outputs if output.metrics]
     return {
@@ -157,14 +157,17 @@ def _summary(outputs: list[Any], seconds: float) -> dict[str, Any]:
         "seconds": round(seconds, 3),
         "tokens_per_s": round(tokens / seconds, 2),
         "time_to_first_token": round(min(firsts), 3) if firsts else None,
+        "seconds_compiling": round(compiling, 3),
     }
 
 
 def _line(summary: dict[str, Any]) -> str:
-    first = summary["time_to_first_token"]
-    return f"[{summary['tokens']} tokens in {summary['seconds']:.2f} s, {summary['tokens_per_s']:.1f} tokens/s" + (
-        f", first after {first:.2f} s]" if first is not None else "]"
-    )
+    parts = [f"{summary['tokens']} tokens in {summary['seconds']:.2f} s", f"{summary['tokens_per_s']:.1f} tokens/s"]
+    if summary["time_to_first_token"] is not None:
+        parts.append(f"first after {summary['time_to_first_token']:.2f} s")
+    if summary["seconds_compiling"]:
+        parts.append(f"{summary['seconds_compiling']:.2f} s of it compiling")
+    return f"[{', '.join(parts)}]"
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import json
 import logging
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -115,7 +116,7 @@ def truth() -> Iterable[str]:
 
 def soak() -> Iterable[str]:
     """A thousand random requests at .95 with a full pool; then a second process with the first one's compilations."""
-    cache = f"/tmp/jaxllm-memory-bench-{int(time.time())}"
+    cache = tempfile.mkdtemp(prefix="jaxllm-memory-bench-")
     arguments = {"shape": "wide-kv", "gpu_memory_utilization": 0.95, "longest": 3500, "compilation_cache": cache}
     first = result(start("life", requests=1000, **arguments))
     yield f"first: {json.dumps(first)}"

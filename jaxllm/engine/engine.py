@@ -28,11 +28,13 @@ class EngineStats:
         scheduler: steps, tokens, prefix hits, preemptions, and what waits and runs now.
         num_kvcache_blocks: size of the KV cache.
         compilations_after_ready: programs compiled while serving; 0 unless `enforce_eager` is set.
+        seconds_compiling_after_ready: how long that took.
     """
 
     scheduler: SchedulerStats
     num_kvcache_blocks: int
     compilations_after_ready: int
+    seconds_compiling_after_ready: float
 
 
 @dataclass(eq=False)
@@ -67,6 +69,11 @@ class Engine:
     def __init__(self, runner: Runner, tokenizer: Any | None, eos_token_ids: frozenset[int], seed: int):
         """Args: the runner; a transformers tokenizer, or None to work on ids alone; ids that end a text; a seed."""
         config, spec = runner.spec.config, runner.spec
+        if runner.num_blocks != runner.kv.shape[2]:
+            # JAX drops writes past the end and clamps reads: the text would be wrong and nothing would say so.
+            raise ValueError(
+                f"num_kvcache_blocks={runner.num_blocks}, but the KV cache holds {runner.kv.shape[2]} blocks"
+            )
         self.runner = runner
         self.tokenizer = tokenizer
         self.eos_token_ids = eos_token_ids
@@ -86,7 +93,12 @@ class Engine:
     def stats(self) -> EngineStats:
         """Counters as they are now."""
         programs = self.runner.programs
-        return EngineStats(self.scheduler.stats, self.runner.num_blocks, programs.compilations_after_ready)
+        return EngineStats(
+            self.scheduler.stats,
+            self.runner.num_blocks,
+            programs.compilations_after_ready,
+            programs.seconds_after_ready,
+        )
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do."""

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -32,6 +32,7 @@ class Programs:
         self._programs: dict[StepShape, Program] = {}
         self._ready = False
         self.compilations_after_ready = 0
+        self.seconds_after_ready = 0.0
 
     def prepare(self, shapes: list[StepShape], workers: int) -> None:
         """Compile `shapes`, the largest first, on `workers` threads (XLA compiles without Python's lock)."""
@@ -49,11 +50,14 @@ class Programs:
 
     def __getitem__(self, shape: StepShape) -> Program:
         if shape not in self._programs:
-            self.compilations_after_ready += self._ready
+            start = time.perf_counter()
             self._programs[shape] = self._compile(shape)
+            if self._ready:
+                self.compilations_after_ready += 1
+                self.seconds_after_ready += time.perf_counter() - start
         return self._programs[shape]
 
-    def __iter__(self):  # type: ignore[no-untyped-def]
+    def __iter__(self) -> Iterator[Program]:
         return iter(self._programs.values())
 
     def _compile(self, shape: StepShape) -> Program:

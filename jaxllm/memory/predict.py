@@ -1,6 +1,7 @@
 """What a model will need, from its shapes alone: for the planner, and to stand beside what is measured.
 
-Weights are exact. The activation peak is an estimate of XLA's temporary buffer. What the compiler fuses decides the rest, which is why the engine measures.
+Weights are exact. The activation peak is an estimate of XLA's temporary buffer; what the compiler fuses decides it in
+the end, which is why the engine measures.
 """
 
 from dataclasses import dataclass
@@ -55,7 +56,7 @@ def weight_bytes(model: ModelConfig, *, itemsize: int, tensor_parallel_size: int
 def activation_bytes(model: ModelConfig, workload: Workload, *, itemsize: int, tensor_parallel_size: int = 1) -> int:
     """Estimated bytes that the largest program needs on one device while it runs.
 
-    The maximum over three phases of a step. The form was fitted to four measurements on an H200 (docs/memory.md), where a
+    The maximum over three phases of a step. The form was fitted to four measurements on an H200 (docs/memory.md): a
     prefill took as much per token as if keys and values of nearly all layers were kept, and a program with a tied
     embedding at least as much as a copy of it.
     """

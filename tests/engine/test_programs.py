@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM, SamplingParams
+from jaxllm.engine.engine import Engine
 from jaxllm.engine.request import Request
 from jaxllm.engine.runner import compile_step
 from jaxllm.engine.step import ScheduledRow, Step
@@ -134,3 +136,10 @@ def test_packing_and_unpacking_a_step() -> None:
     assert padding.min() >= num_slots and len(set(padding)) == len(padding)
     assert not inputs.batch.context_lens[len(rows) :].any()
     assert (inputs.batch.cu_q_lens[len(rows) :] == token).all()
+
+
+def test_a_scheduler_told_of_more_blocks_than_there_are_is_refused(small_llm: LLM) -> None:
+    runner = small_llm.engine.runner
+    lying = SimpleNamespace(spec=runner.spec, kv=runner.kv, num_blocks=2 * runner.num_blocks)
+    with pytest.raises(ValueError, match="num_kvcache_blocks=256, but the KV cache holds 128 blocks"):
+        Engine(lying, None, frozenset(), seed=0)  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ import pytest
 from tiny import tiny_checkpoint
 
 from jaxllm import LLM, SamplingParams, generate
+from jaxllm.memory.warmup import aliased_bytes
 
 OPTIONS = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "kvcache_block_size": 16, "enforce_eager": True}
 BLOCK = 2 * 2 * 16 * 2 * 32 * 4  # K and V, 2 layers, 16 tokens, 2 heads of 32, float32
@@ -60,3 +61,15 @@ def test_memory_report_option(model: str, tmp_path: Path, capsys: pytest.Capture
     with pytest.raises(SystemExit):
         generate.main([*arguments, "--memory-report", "memory.pdf"])
     assert ".svg, .png, .json" in capsys.readouterr().err
+
+
+def test_bytes_of_a_shard(model: str) -> None:
+    """Two devices: block bytes, budget and what programs update in place are those of one of them."""
+    options = OPTIONS | {"max_num_batched_tokens": 16, "max_num_seqs": 2, "enforce_eager": False}
+    llm = LLM(model, max_model_len=32, tensor_parallel_size=2, **options)
+    report, kv = llm.memory_report, llm.engine.runner.kv
+    assert report.block_bytes == BLOCK // 2
+    assert {shard.data.nbytes for shard in kv.addressable_shards} == {report.kv_array_bytes}
+    assert len(report.budgets) == len(report.bars()) == 2
+    for program in llm.engine.runner.programs:
+        assert aliased_bytes(program.compiled) == report.kv_array_bytes
