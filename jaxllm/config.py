@@ -1,10 +1,9 @@
 """What a user can set about the engine."""
 
 import logging
-import operator
 from dataclasses import dataclass, fields
-from typing import Any
 
+from jaxllm.checks import integer
 from jaxllm.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -60,20 +59,20 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name in ("max_num_batched_tokens", "max_num_seqs", "tensor_parallel_size"):
-            self._require(_integer(name, getattr(self, name)) >= 1, name, "at least 1")
+            self._require(integer(name, getattr(self, name)) >= 1, name, "at least 1")
         if self.max_model_len is not None:
-            self._require(_integer("max_model_len", self.max_model_len) >= 2, "max_model_len", "at least 2, or None")
-        size = _integer("kvcache_block_size", self.kvcache_block_size)
+            self._require(integer("max_model_len", self.max_model_len) >= 2, "max_model_len", "at least 2, or None")
+        size = integer("kvcache_block_size", self.kvcache_block_size)
         self._require(16 <= size <= 256 and size % 16 == 0, "kvcache_block_size", "a multiple of 16 from 16 to 256")
-        blocks = _integer("num_kvcache_blocks", self.num_kvcache_blocks)
+        blocks = integer("num_kvcache_blocks", self.num_kvcache_blocks)
         self._require(blocks == -1 or blocks >= 1, "num_kvcache_blocks", "at least 1, or -1 for as many as fit")
         if self.kv_cache_memory_bytes is not None:
-            _integer("kv_cache_memory_bytes", self.kv_cache_memory_bytes)
+            integer("kv_cache_memory_bytes", self.kv_cache_memory_bytes)
             self._require(self.kv_cache_memory_bytes >= 1, "kv_cache_memory_bytes", "at least 1, or None")
             self._require(
                 blocks == -1, "num_kvcache_blocks", "-1 where kv_cache_memory_bytes is given: one sets the size"
             )
-        _integer("seed", self.seed)
+        integer("seed", self.seed)
         if isinstance(self.gpu_memory_utilization, bool | str):
             raise TypeError(f"gpu_memory_utilization must be a number, not {self.gpu_memory_utilization!r}")
         self._require(0 < self.gpu_memory_utilization <= 1, "gpu_memory_utilization", "in (0, 1]")
@@ -111,12 +110,3 @@ class EngineConfig:
     def _require(self, condition: bool, name: str, allowed: str) -> None:
         if not condition:
             raise ValueError(f"{name} must be {allowed}; got {getattr(self, name)!r}")
-
-
-def _integer(name: str, value: Any) -> int:
-    if isinstance(value, bool):
-        raise TypeError(f"{name} must be an integer, not {value!r}")
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, not {value!r}") from None

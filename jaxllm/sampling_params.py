@@ -1,10 +1,11 @@
 """How the tokens of one request are chosen and when it ends."""
 
 import math
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
+
+from jaxllm.checks import integer
 
 MAX_SUPPRESSED_IDS = 16
 """Token ids that one row can suppress on the device (the ids that would end it before `min_tokens`)."""
@@ -46,16 +47,16 @@ class SamplingParams:
         for name in ("temperature", "top_p", "min_p"):
             self._set(name, _real(name, getattr(self, name)))
         for name in ("top_k", "max_tokens", "min_tokens"):
-            self._set(name, _integer(name, getattr(self, name)))
+            self._set(name, integer(name, getattr(self, name)))
         if self.seed is not None:
-            self._set("seed", _integer("seed", self.seed))
+            self._set("seed", integer("seed", self.seed))
             _require(-(2**63) <= self.seed < 2**63, "seed", self.seed, "a signed 64-bit integer, or None")
         if not isinstance(self.ignore_eos, bool):
             raise TypeError(f"ignore_eos must be True or False, not {self.ignore_eos!r}")
         self._set("stop", _strings("stop", self.stop))
         if isinstance(self.stop_token_ids, str | int) or not hasattr(self.stop_token_ids, "__iter__"):
             raise TypeError(f"stop_token_ids must be a list of token ids, not {self.stop_token_ids!r}")
-        self._set("stop_token_ids", tuple(_integer("stop_token_ids", token) for token in self.stop_token_ids))
+        self._set("stop_token_ids", tuple(integer("stop_token_ids", token) for token in self.stop_token_ids))
 
         _require(
             math.isfinite(self.temperature) and self.temperature >= 0,
@@ -104,15 +105,6 @@ def _real(name: str, value: Any) -> float:
     if isinstance(value, bool | str) or not hasattr(value, "__float__"):
         raise TypeError(f"{name} must be a number, not {value!r}")
     return float(value)
-
-
-def _integer(name: str, value: Any) -> int:
-    if isinstance(value, bool):
-        raise TypeError(f"{name} must be an integer, not {value!r}")
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, not {value!r}") from None
 
 
 def _strings(name: str, value: Any) -> tuple[str, ...]:

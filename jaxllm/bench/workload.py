@@ -25,9 +25,9 @@ class Workload:
 
 def length_range(text: str) -> tuple[int, int]:
     """Parse `N` or `LOW:HIGH`."""
-    low, _, high = text.partition(":")
+    low, colon, high = text.partition(":")
     try:
-        bounds = int(low), int(high or low)
+        bounds = int(low), int(high if colon else low)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is neither a length nor LOW:HIGH") from None
     if not 1 <= bounds[0] <= bounds[1]:
