@@ -129,7 +129,12 @@ class Runner:
                 return programs
 
     def _rehearse(self) -> None:
-        """Run every compiled program on empty steps: what they load into the device, they load now."""
+        """Run every compiled program on empty steps: what they load into the device, they load now.
+
+        A CPU loads nothing, and its largest programs would take minutes on their padding.
+        """
+        if self.mesh.devices.flat[0].platform == "cpu":
+            return
         for program in self.programs:
             for mode in SamplingMode:
                 packed = jax.device_put(empty_step(program.layout, mode), replicated(self.mesh))
