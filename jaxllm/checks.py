@@ -12,3 +12,15 @@ def integer(name: str, value: Any) -> int:
         return operator.index(value)
     except TypeError:
         raise TypeError(f"{name} must be an integer, not {value!r}") from None
+
+
+def real(name: str, value: Any) -> float:
+    """`value` as a float; TypeError that names the argument for what is no number, ValueError for one too large."""
+    if isinstance(value, bool | str | bytes):
+        raise TypeError(f"{name} must be a number, not {value!r}")
+    try:
+        return float(value)
+    except TypeError:
+        raise TypeError(f"{name} must be a number, not {value!r}") from None
+    except OverflowError:
+        raise ValueError(f"{name} must be finite; got a number that no float can hold") from None

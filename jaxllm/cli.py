@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import io
 import logging
 import os
 import sys
@@ -109,6 +110,8 @@ def set_up_logging(verbose: bool) -> None:
     """Log to standard error; only warnings unless `verbose`."""
     # Transformers advises everybody without PyTorch to install it; here it only reads tokenizers.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that lacks a character does not end the text
     logging.basicConfig(
         level=logging.INFO if verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
     )

@@ -3,7 +3,7 @@
 import logging
 from dataclasses import dataclass, fields
 
-from jaxllm.checks import integer
+from jaxllm.checks import integer, real
 from jaxllm.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -73,8 +73,7 @@ class EngineConfig:
                 blocks == -1, "num_kvcache_blocks", "-1 where kv_cache_memory_bytes is given: one sets the size"
             )
         integer("seed", self.seed)
-        if isinstance(self.gpu_memory_utilization, bool | str):
-            raise TypeError(f"gpu_memory_utilization must be a number, not {self.gpu_memory_utilization!r}")
+        real("gpu_memory_utilization", self.gpu_memory_utilization)
         self._require(0 < self.gpu_memory_utilization <= 1, "gpu_memory_utilization", "in (0, 1]")
         self._require(self.dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}")
         self._require(self.attention in ATTENTIONS, "attention", f"one of {', '.join(ATTENTIONS)}")

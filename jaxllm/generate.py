@@ -65,14 +65,25 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     """
     if args.prompts and args.file:
         raise ValueError("give prompts as arguments or with --file, not both")
+    if not args.chat and (args.system or args.no_thinking):
+        raise ValueError("--system and --no-thinking are for the chat template; add --chat")
     if args.prompts:
+        if args.lines:
+            raise ValueError("--lines is for --file and standard input; prompts given as arguments are not split")
         return list(args.prompts)
+    from_stdin = args.file is None or str(args.file) == "-"
+    if from_stdin and sys.stdin is None:
+        raise ValueError("no prompt; standard input is closed: give a prompt as an argument or with --file")
     if args.file is None and sys.stdin.isatty():
         raise ValueError("no prompt; give one as an argument, with --file, or on standard input")
-    text = sys.stdin.read() if args.file is None or str(args.file) == "-" else args.file.read_text(encoding="utf-8")
-    prompts = [line for line in text.splitlines() if line.strip()] if args.lines else [text.rstrip("\n")]
+    name = "standard input" if from_stdin else str(args.file)
+    try:
+        text = sys.stdin.read() if from_stdin else args.file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not UTF-8 text ({error.reason} at byte {error.start})") from None
+    prompts = [line for line in text.split("\n") if line.strip()] if args.lines else [text.rstrip("\n")]
     if not any(prompts):
-        raise ValueError(f"no prompt in {'standard input' if args.file is None else args.file}: it is empty")
+        raise ValueError(f"no prompt in {name}: it is empty")
     return prompts
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from jaxllm.checks import integer
+from jaxllm.checks import integer, real
 
 MAX_SUPPRESSED_IDS = 16
 """Token ids that one row can suppress on the device (the ids that would end it before `min_tokens`)."""
@@ -45,7 +45,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p", "min_p"):
-            self._set(name, _real(name, getattr(self, name)))
+            self._set(name, real(name, getattr(self, name)))
         for name in ("top_k", "max_tokens", "min_tokens"):
             self._set(name, integer(name, getattr(self, name)))
         if self.seed is not None:
@@ -99,12 +99,6 @@ class SamplingParams:
 def _require(condition: bool, name: str, value: Any, allowed: str) -> None:
     if not condition:
         raise ValueError(f"{name} must be {allowed}; got {value!r}")
-
-
-def _real(name: str, value: Any) -> float:
-    if isinstance(value, bool | str) or not hasattr(value, "__float__"):
-        raise TypeError(f"{name} must be a number, not {value!r}")
-    return float(value)
 
 
 def _strings(name: str, value: Any) -> tuple[str, ...]:

@@ -102,6 +102,10 @@ def test_a_prompt_too_long_is_reported_and_the_others_are_served(
         (["--file", "/nowhere/prompt.txt"], "/nowhere/prompt.txt"),
         (["--max-num-seqs", "0", "x"], "max_num_seqs must be at least 1; got 0"),
         (["a", "--file", "b"], "not both"),
+        (["--system", "Be short.", "x"], "add --chat"),
+        (["--no-thinking", "x"], "add --chat"),
+        (["--lines", "x"], "--lines is for --file"),
+        (["--file", sys.executable], "is not UTF-8 text"),
     ],
 )
 def test_wrong_usage_exits_with_2(

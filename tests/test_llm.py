@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -77,6 +78,11 @@ def test_progress_bar_counts_requests(small_llm: LLM, capsys: pytest.CaptureFixt
         ([-1], ValueError, "token id -1"),
         (3, TypeError, "text or a list of token ids"),
         ([1.5, 2], TypeError, "text or a list of token ids"),
+        (b"abc", TypeError, "text or a list of token ids"),
+        ({"prompt": "hello"}, TypeError, "text or a list of token ids"),
+        ([True, False], TypeError, "text or a list of token ids"),
+        (np.array(5), TypeError, "text or a list of token ids"),
+        (np.array([0.5]), TypeError, "text or a list of token ids"),
         ([1] * 256, ValueError, "256 tokens, at most 255.*max_model_len"),
         ([1] * 1000, ValueError, "1000 tokens, at most 255"),
     ],
@@ -91,6 +97,38 @@ def test_a_bad_prompt_is_named_and_harms_nothing(
     assert [o.outputs[0].finish_reason for o in outputs] == ["length", "error", "length"]
     assert outputs[0].error is None and outputs[1].error
     assert len(small_llm.generate(["short"], GREEDY, use_tqdm=False)) == 1
+
+
+def test_arrays_of_every_kind_are_prompts(small_llm: LLM) -> None:
+    import torch
+
+    rows = [[5, 6, 7], [8, 9, 10]]
+    expected = [o.outputs[0].token_ids for o in small_llm.generate(rows, GREEDY, use_tqdm=False)]
+    for prompts in (
+        [np.array(row) for row in rows], np.array(rows), torch.tensor(rows), [torch.tensor(row) for row in rows],
+        jax.numpy.array(rows), tuple(map(tuple, rows)), (row for row in rows), [np.array(rows[0]), rows[1]],
+    ):  # fmt: skip
+        outputs = small_llm.generate(prompts, GREEDY, use_tqdm=False)
+        assert [o.outputs[0].token_ids for o in outputs] == expected
+
+
+@pytest.mark.parametrize("prompts", [b"abc", {"prompt": "x"}, {1, 2}, 5, None])
+def test_what_is_no_prompt_at_all(small_llm: LLM, prompts: Any) -> None:
+    with pytest.raises(TypeError, match="prompts must be text, token ids, or a list of either"):
+        small_llm.generate(prompts, GREEDY)
+
+
+@pytest.mark.parametrize("params", [5, "greedy", {"temperature": 0}])
+def test_what_are_no_params(small_llm: LLM, params: Any) -> None:
+    with pytest.raises(TypeError, match="sampling_params must be SamplingParams"):
+        small_llm.generate("x", params)
+
+
+def test_huge_numbers_harm_nobody(small_llm: LLM) -> None:
+    params = [GREEDY, SamplingParams(top_k=2**40, max_tokens=3), SamplingParams(temperature=1e300, max_tokens=50)]
+    outputs = small_llm.generate(["a", "b", "c"], params, use_tqdm=False)
+    assert outputs[0].outputs[0].token_ids == small_llm.generate("a", GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+    assert max(outputs[2].outputs[0].token_ids) < len(small_llm.tokenizer)
 
 
 def test_all_bad_prompts_are_named_together(small_llm: LLM) -> None:
@@ -187,6 +225,25 @@ def test_stop_strings_across_token_borders(small_llm: LLM) -> None:
         assert completion.text == text[: text.index(stop)]
         assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
         assert len(completion.token_ids) <= len(plain.token_ids)
+
+
+def test_a_stop_string_that_begins_before_min_tokens(small_llm: LLM) -> None:
+    prompt = "The quick"
+    params = {"temperature": 0, "max_tokens": 30, "ignore_eos": True}
+    plain = small_llm.generate(prompt, SamplingParams(**params), use_tqdm=False)[0].outputs[0]
+    pieces = [delta.text for delta in small_llm.stream(prompt, SamplingParams(**params))]
+    for n in range(3, 20):
+        before, after = "".join(pieces[: n - 1]), "".join(pieces[n - 1 :])
+        if before and after and plain.text.find(before[-1] + after[0]) == len(before) - 1:
+            stop = before[-1] + after[0]
+            output = small_llm.generate(prompt, SamplingParams(**params, min_tokens=n, stop=stop), use_tqdm=False)[0]
+            assert output.outputs[0].text == before[:-1]
+            early = plain.text[0]
+            later = small_llm.generate(prompt, SamplingParams(**params, min_tokens=n, stop=early), use_tqdm=False)[0]
+            assert len(later.outputs[0].token_ids) >= n
+            break
+    else:
+        raise AssertionError("no pair of characters is unique; take another prompt")
 
 
 # --- draws
@@ -310,6 +367,20 @@ def test_chat_goes_through_the_template(small_llm: LLM) -> None:
     )
     assert all("</think>" in small_llm.tokenizer.decode(o.prompt_token_ids) for o in two)
     assert "</think>" not in rendered
+
+
+@pytest.mark.parametrize("messages", [{"role": "user", "content": "x"}, "hello", []])
+def test_what_is_no_conversation(small_llm: LLM, messages: Any) -> None:
+    with pytest.raises(TypeError, match="messages must be a list"):
+        small_llm.chat(messages, GREEDY)
+
+
+def test_a_bad_conversation_is_named(small_llm: LLM) -> None:
+    fine = [{"role": "user", "content": "x"}]
+    with pytest.raises((TypeError, ValueError), match="prompt 1: "):
+        small_llm.chat([fine, [{"role": "user"}]], GREEDY, use_tqdm=False)
+    outputs = small_llm.chat([fine, [{"role": "user"}]], GREEDY, use_tqdm=False, on_error="return")
+    assert [o.outputs[0].finish_reason for o in outputs] == ["length", "error"]
 
 
 # --- repeated prompts

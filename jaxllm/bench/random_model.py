@@ -82,7 +82,7 @@ def random_runner_spec(shape: str, **options: Any) -> tuple[RunnerSpec, Checkpoi
         mesh=make_mesh(config.tensor_parallel_size),
         dtype=jnp.dtype(config.dtype_name(checkpoint.config, jax.devices()[0].platform)),
         max_model_len=config.model_len(checkpoint.config),
-        num_valid_tokens=checkpoint.config.vocab_size,
+        known_tokens=np.ones(checkpoint.config.vocab_size, bool),
     )
     return spec, checkpoint
 

@@ -5,7 +5,11 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from jaxtyping import Bool
+
 from jaxllm.checkpoint.checkpoint import CheckpointError
+from jaxllm.checkpoint.folder import read_json
 from jaxllm.checkpoint.gguf_file import read_gguf
 
 logger = logging.getLogger(__name__)
@@ -20,6 +24,7 @@ _PLAIN = ("gpt-2", "default")
 _DIGITS_APART = ("smollm",)
 # tokenizer.ggml.token_type: control tokens are special, user-defined ones are whole words that are shown.
 _CONTROL, _USER_DEFINED = 3, 4
+_JSON_FILES = ("tokenizer_config.json", "tokenizer.json")
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -29,8 +34,21 @@ def load_tokenizer(path: Path) -> Any:
 
     Raises CheckpointError where there is no tokenizer or transformers cannot read it.
     """
-    if path.suffix == ".gguf" and path.is_file():
-        return _from_gguf(path)
+    try:
+        return _from_gguf(path) if path.suffix == ".gguf" and path.is_file() else _from_folder(path)
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged file shows as whatever its reader stumbled over: KeyError, TypeError, ...
+        for file in _JSON_FILES:
+            if (path / file).is_file():
+                read_json(path / file)  # names the file where it is no JSON object
+        raise CheckpointError(
+            f"the tokenizer in {path} cannot be read ({type(error).__name__}: {error}): fetch its files again, or "
+            f"install the package that the message names"
+        ) from error
+
+
+def _from_folder(path: Path) -> Any:
     # Without any of these files transformers 5 would build an empty tokenizer from the model type alone.
     if not any((path / file).is_file() for file in _VOCABULARY_FILES):
         raise CheckpointError(
@@ -39,10 +57,26 @@ def load_tokenizer(path: Path) -> Any:
         )
     from transformers import AutoTokenizer
 
-    try:
-        return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"the tokenizer in the folder {path} cannot be read: {error}") from error
+    return AutoTokenizer.from_pretrained(path)
+
+
+def known_tokens(tokenizer: Any, vocab_size: int) -> Bool[np.ndarray, "vocab"]:
+    """Which of the ids 0 to `vocab_size - 1`, the rows of the embedding, the tokenizer has a token for.
+
+    The others are padding of the embedding, or gaps between the ids. Raises CheckpointError where the tokenizer has an
+    id that the embedding has no row for.
+    """
+    ids = np.fromiter({*tokenizer.get_vocab().values(), *getattr(tokenizer, "added_tokens_decoder", ())}, np.int64)
+    beyond = int((ids >= vocab_size).sum())
+    if beyond:
+        raise CheckpointError(
+            f"the tokenizer does not belong to the model: {beyond} of its {ids.size} tokens have ids beyond the "
+            f"embedding (up to {ids.max()}; vocab_size={vocab_size} allows 0 to {vocab_size - 1}): use the tokenizer "
+            f"files of this model, or the model whose embedding was extended with the added tokens"
+        )
+    known = np.zeros(vocab_size, bool)
+    known[ids] = True
+    return known
 
 
 def _from_gguf(path: Path) -> Any:

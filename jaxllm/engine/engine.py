@@ -1,12 +1,17 @@
 """Requests in, tokens and text out: the loop over scheduler and runner."""
 
 import random
+import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from jaxllm.cache.block_pool import BlockPool
+from jaxllm.engine.interrupts import deferred_interrupts
+from jaxllm.engine.prompts import Prompt, prompt_token_ids
 from jaxllm.engine.request import Request
 from jaxllm.engine.runner import Runner
 from jaxllm.engine.scheduler import Scheduler
@@ -16,8 +21,6 @@ from jaxllm.sampling_params import MAX_SUPPRESSED_IDS, SamplingParams
 from jaxllm.text.detokenizer import Detokenizer
 from jaxllm.text.prompt import encode_prompt
 from jaxllm.text.stop import StopStrings
-
-Prompt = str | Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -39,9 +42,10 @@ class EngineStats:
 
 @dataclass(eq=False)
 class _Stream:
-    """The text side of one request."""
+    """The text side of one request, and where its updates go."""
 
     request: Request
+    inbox: "deque[Update]"
     prompt: str | None
     detokenizer: Detokenizer | None
     stops: StopStrings
@@ -63,7 +67,8 @@ class Update:
 class Engine:
     """Continuous batching of many requests over one runner.
 
-    Not thread-safe: one thread adds, steps and aborts.
+    Several threads may use it: one at a time adds, steps or aborts. What a step adds to a request goes into the inbox
+    that was given with it, or else to whoever calls `step` next.
     """
 
     def __init__(self, runner: Runner, tokenizer: Any | None, eos_token_ids: frozenset[int], seed: int):
@@ -88,6 +93,8 @@ class Engine:
         )
         self._streams: dict[str, _Stream] = {}
         self._made = 0
+        self._lock = threading.RLock()
+        self._outbox: deque[Update] = deque()
 
     @property
     def stats(self) -> EngineStats:
@@ -131,16 +138,19 @@ class Engine:
         self.scheduler.check(request)
         return request
 
-    def submit(self, request: Request, text: str | None = None) -> None:
-        """Queue a prepared request; `text` is its prompt where that was text.
+    def submit(self, request: Request, text: str | None = None, inbox: "deque[Update] | None" = None) -> None:
+        """Queue a prepared request; `text` is its prompt where that was text, `inbox` takes its updates.
 
         Raises:
             ValueError: if its id is that of an unfinished request; nothing is queued then.
         """
-        request.arrival_time = time.perf_counter()
-        self.scheduler.add(request)
+        inbox = self._outbox if inbox is None else inbox
         detokenizer = None if self.tokenizer is None else Detokenizer(self.tokenizer)
-        self._streams[request.request_id] = _Stream(request, text, detokenizer, StopStrings(request.params.stop))
+        stream = _Stream(request, inbox, text, detokenizer, StopStrings(request.params.stop))
+        with self._exclusively():
+            request.arrival_time = time.perf_counter()
+            self.scheduler.add(request)
+            self._streams[request.request_id] = stream
 
     def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams) -> None:
         """`prepare` and `submit` in one; raises what they raise."""
@@ -148,17 +158,54 @@ class Engine:
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request and free its blocks; its output so far, or None if there is no such request."""
-        request = self.scheduler.abort(request_id)
-        return None if request is None else self._finish(self._streams.pop(request_id))
+        with self._exclusively():
+            request = self.scheduler.abort(request_id)
+            if request is None:
+                return None
+            stream = self._streams.pop(request_id)
+            text = "" if stream.detokenizer is None else stream.stops.feed(stream.detokenizer.finish())[0]
+            text += stream.stops.flush()
+            stream.pieces.append(text)
+            stream.finished_time = time.perf_counter()
+            output = self._finish(stream)
+            stream.inbox.append(Update(request_id, text, [], output))
+            return output
 
     def step(self) -> list[Update]:
-        """Run one step; what it added to which requests."""
-        step = self.scheduler.schedule()
-        if step is None:
-            return []
-        tokens = self.runner.execute(step)
-        now = time.perf_counter()
-        return [self._update(request, now) for request in self.scheduler.complete(step, tokens.tolist())]
+        """Run one step; what it and earlier ones added to the requests that have no inbox."""
+        self.advance()
+        with self._lock:
+            updates = list(self._outbox)
+            self._outbox.clear()
+        return updates
+
+    def advance(self) -> bool:
+        """Run one step and hand out what it added; False if there was nothing to do.
+
+        If the step fails, its requests stay queued and are computed again with the next one; abort them to be rid of
+        them.
+        """
+        with self._exclusively():
+            step = self.scheduler.schedule()
+            if step is None:
+                return False
+            try:
+                tokens = self.runner.execute(step)
+            except BaseException:
+                if self.runner.restore_cache():
+                    self.scheduler.forget_kv()
+                raise
+            now = time.perf_counter()
+            for request in self.scheduler.complete(step, tokens.tolist()):
+                inbox = self._streams[request.request_id].inbox
+                inbox.append(self._update(request, now))
+            return True
+
+    @contextmanager
+    def _exclusively(self) -> Iterator[None]:
+        """One thread at a time, and whole: an interrupt waits until it is done."""
+        with self._lock, deferred_interrupts():
+            yield
 
     def _update(self, request: Request, now: float) -> Update:
         stream = self._streams[request.request_id]
@@ -184,7 +231,7 @@ class Engine:
         if request.is_finished:
             raw += detokenizer.finish()
         if request.num_output_tokens < request.params.min_tokens:
-            return raw
+            return stream.stops.pass_by(raw)
         text, matched = stream.stops.feed(raw)
         if matched is not None:
             if request.is_finished:
@@ -218,10 +265,7 @@ class Engine:
                 raise ValueError("the prompt is empty; give at least one character")
             token_ids = encode_prompt(self.tokenizer, prompt)
         else:
-            try:
-                token_ids = [int(token.__index__()) for token in prompt]
-            except (TypeError, AttributeError):
-                raise TypeError(f"a prompt must be text or a list of token ids, not {prompt!r:.80}") from None
+            token_ids = prompt_token_ids(prompt)
         if not token_ids:
             raise ValueError("the prompt is empty; give at least one token")
         self._check_ids("prompt", token_ids, self.runner.spec.model.vocab_size)

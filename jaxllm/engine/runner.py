@@ -46,7 +46,7 @@ class RunnerSpec:
     mesh: Mesh
     dtype: jnp.dtype
     max_model_len: int
-    num_valid_tokens: int
+    known_tokens: np.ndarray
 
     @cached_property
     def run_time(self) -> ModelConfig:
@@ -148,6 +148,13 @@ class Runner:
         tokens, self.kv = program.compiled(self.weights.leaves, self.kv, packed)
         return np.asarray(tokens)[: len(step.rows)]
 
+    def restore_cache(self) -> bool:
+        """After a step that failed: a new KV array if the step took the old one with it; whether that was so."""
+        if not self.kv.is_deleted():
+            return False
+        self.kv = self.layout.allocate(self.num_blocks, self.mesh)
+        return True
+
 
 def load(spec: RunnerSpec, checkpoint: Checkpoint) -> Weights:
     """The checkpoint's parameters on the mesh."""
@@ -161,7 +168,7 @@ def compile_step(
 ) -> jax.stages.Compiled:
     """Compile a program of `shape` ahead of time, for the shardings of its arguments; the KV array is donated."""
     step = step_function(
-        weights, layout, shape, attention=spec.attention, mesh=spec.mesh, num_valid_tokens=spec.num_valid_tokens
+        weights, layout, shape, attention=spec.attention, mesh=spec.mesh, known_tokens=spec.known_tokens
     )
     leaves = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in weights.leaves)
     packed = jax.ShapeDtypeStruct((PackedLayout(shape).size,), jnp.int32, sharding=replicated(spec.mesh))

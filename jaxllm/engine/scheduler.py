@@ -191,6 +191,13 @@ class Scheduler:
                 received.append(row.request)
         return received
 
+    def forget_kv(self) -> None:
+        """The KV array has lost its content: whatever runs is computed again, and no prefix is found any more."""
+        while self._running:
+            _, request = self._running.popitem()
+            self._preempt(request)
+        self.pool.free(self.pool.allocate(self.pool.num_blocks))  # evicts every block that could be found
+
     def _commit(self, row: ScheduledRow) -> None:
         """The KV of the row's tokens has been written: later steps read it, and full blocks can be found."""
         request, start, num_tokens, _ = row

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Int, Int32
@@ -24,7 +25,7 @@ def step_function(
     *,
     attention: Attention,
     mesh: Mesh,
-    num_valid_tokens: int,
+    known_tokens: np.ndarray,
 ) -> StepFunction:
     """The function that a program of `shape` is compiled from: (weight leaves, kv, packed step) -> (tokens, kv).
 
@@ -34,7 +35,7 @@ def step_function(
         shape: tokens, rows and family.
         attention: how K and V are written and attended over.
         mesh: attention runs under `shard_map` over its axis `tensor`, each device on its own KV heads.
-        num_valid_tokens: ids that the tokenizer knows.
+        known_tokens: bool `[vocab]`, which ids the tokenizer knows.
     """
     packing = PackedLayout(shape)
     graphdef, treedef, heads = weights.graphdef, weights.treedef, weights.config.num_attention_heads
@@ -44,6 +45,6 @@ def step_function(
         inputs = packing.unpack(packed, kv.shape[2] * layout.block_size, layout.block_size)
         attend = paged_attend(attention, inputs.batch, decode=shape.decode, heads=heads, layout=layout, mesh=mesh)
         hidden, kv = model.paged(inputs.tokens, inputs.positions, attend, kv)
-        return sample(model.logits(hidden[inputs.last_token]), inputs.sampling, num_valid_tokens), kv
+        return sample(model.logits(hidden[inputs.last_token]), inputs.sampling, known_tokens), kv
 
     return step

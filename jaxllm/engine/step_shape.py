@@ -16,7 +16,9 @@ from jaxllm.layers.paged_attention import PagedBatch
 from jaxllm.sampling.sampler import SamplingInputs, SamplingMode
 from jaxllm.sampling_params import MAX_SUPPRESSED_IDS
 
-_NO_TOKEN = np.int32(np.iinfo(np.int32).max)
+_LARGEST_FLOAT = float(np.finfo(np.float32).max)
+_LARGEST = int(np.iinfo(np.int32).max)
+_NO_TOKEN = np.int32(_LARGEST)
 
 
 @dataclass(frozen=True, order=True)
@@ -127,9 +129,9 @@ class PackedLayout:
         count = len(rows)
         params = [row.request.params for row in rows]
         for name in ("temperature", "top_p", "min_p"):
-            values = np.fromiter((getattr(p, name) for p in params), np.float32, count)
+            values = np.fromiter((min(getattr(p, name), _LARGEST_FLOAT) for p in params), np.float32, count)
             view[name][:count] = values.view(np.int32)
-        view["top_k"][:count] = np.fromiter((p.top_k for p in params), np.int32, count)
+        view["top_k"][:count] = np.fromiter((min(p.top_k, _LARGEST) for p in params), np.int32, count)
         seeds = np.fromiter((row.request.seed for row in rows), np.int64, count).view(np.uint64)
         view["seed"][:count, 0] = (seeds >> np.uint64(32)).astype(np.uint32).view(np.int32)
         view["seed"][:count, 1] = (seeds & np.uint64(0xFFFFFFFF)).astype(np.uint32).view(np.int32)

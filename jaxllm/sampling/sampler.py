@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 
 class SamplingMode(IntEnum):
@@ -45,7 +46,9 @@ class SamplingInputs(NamedTuple):
     mode: Int[Array, ""]
 
 
-def sample(logits: Float[Array, "rows vocab"], inputs: SamplingInputs, num_valid_tokens: int) -> Int[Array, "rows"]:
+def sample(
+    logits: Float[Array, "rows vocab"], inputs: SamplingInputs, known_tokens: Bool[np.ndarray, "known"]
+) -> Int[Array, "rows"]:
     """One token per row.
 
     Rows are independent: a row's token depends on its own logits, parameters, seed and position alone.
@@ -53,13 +56,15 @@ def sample(logits: Float[Array, "rows vocab"], inputs: SamplingInputs, num_valid
     Args:
         logits: float32; -inf excludes a token.
         inputs: parameters by row.
-        num_valid_tokens: ids from here on are padding of the checkpoint or the mesh, and are never chosen.
+        known_tokens: which ids the tokenizer knows. Others, and those beyond the mask, are padding of the checkpoint
+            or the mesh and are never chosen.
 
     Returns:
         int32 token ids. Greedy rows take the lowest id among equally likely tokens.
     """
     rows = jnp.arange(logits.shape[0])[:, None]
-    logits = jnp.where(jnp.arange(logits.shape[1]) < num_valid_tokens, logits, -jnp.inf)
+    known = np.pad(known_tokens, (0, logits.shape[1] - len(known_tokens)))
+    logits = jnp.where(known, logits, -jnp.inf)
     logits = logits.at[rows, inputs.suppressed].set(-jnp.inf, mode="drop")
     branches = [_greedy, _draw, lambda logits, inputs: _draw(filter_logits(logits, inputs), inputs)]
     return lax.switch(inputs.mode, branches, logits, inputs)
@@ -88,7 +93,8 @@ def _draw(logits: Float[Array, "rows vocab"], inputs: SamplingInputs) -> Int[Arr
 def scale(logits: Float[Array, "rows vocab"], temperature: Float[Array, "rows"]) -> Float[Array, "rows vocab"]:
     """Logits relative to the row's largest, divided by the temperature: at most 0, so no temperature can overflow."""
     relative = logits - logits.max(axis=-1, keepdims=True)
-    return relative / jnp.where(temperature > 0, temperature, 1.0)[:, None]
+    scaled = relative / jnp.where(temperature > 0, temperature, 1.0)[:, None]
+    return jnp.where(logits > -jnp.inf, scaled, -jnp.inf)  # -inf over a huge temperature would be NaN
 
 
 def filter_logits(logits: Float[Array, "rows vocab"], inputs: SamplingInputs) -> Float[Array, "rows vocab"]:

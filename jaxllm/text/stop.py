@@ -30,8 +30,14 @@ class StopStrings:
         """
         if self._matched is not None:
             return "", self._matched
+        held = len(self._held)
         text = self._held + text
-        matches = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
+        # A match ends in the new text; what was passed by may hold complete ones.
+        matches = [
+            (start + len(stop), start, stop)
+            for stop in self._stops
+            if (start := text.find(stop, max(0, held - len(stop) + 1))) >= 0
+        ]
         if matches:
             end, start, self._matched = min(matches)
             self._held = ""
@@ -39,6 +45,16 @@ class StopStrings:
         keep = self._possible_beginning(text)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], None
+
+    def pass_by(self, text: str) -> str:
+        """Take text in which stop strings do not count; return what is safe to show.
+
+        One that only begins in it still counts: its beginning is held back.
+        """
+        text = self._held + text
+        keep = self._possible_beginning(text)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
 
     def flush(self) -> str:
         """What was held back, once the stream is over without a match."""

@@ -142,7 +142,7 @@ def test_a_whole_step_lowers_for_cuda(tiny: Callable[..., Path], shape: StepShap
     weights = Weights.of(runtime_config(config, 1), dtype, parameters)
     layout = KVLayout.of(config, 16, dtype, 1)
     step = step_function(
-        weights, layout, shape, attention=Attention.MOSAIC_GPU, mesh=mesh, num_valid_tokens=config.vocab_size
+        weights, layout, shape, attention=Attention.MOSAIC_GPU, mesh=mesh, known_tokens=np.ones(config.vocab_size, bool)
     )
     packed = jax.ShapeDtypeStruct((PackedLayout(shape).size,), jnp.int32, sharding=replicated(mesh))
     traced = jax.jit(step, donate_argnums=1).trace(weights.leaves, layout.abstract(8, mesh), packed)

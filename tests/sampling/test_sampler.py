@@ -1,5 +1,6 @@
 """The sampler against brute force in float64: kept sets, distributions, independence of rows."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 from jaxllm.sampling.sampler import SamplingInputs, SamplingMode, filter_logits, sample
 
 NOTHING = np.iinfo(np.int32).max
+ALL_40 = np.ones(40, bool)
 
 
 def inputs(rows: int, mode: SamplingMode = SamplingMode.FILTERED, **fields: Any) -> SamplingInputs:
@@ -95,7 +97,9 @@ def test_draws_follow_the_exact_distribution(filters: dict[str, Any]) -> None:
     logits = np.random.default_rng(3).normal(0, 1.5, vocab).astype(np.float32)
     plain = set(filters) <= {"temperature"}
     parameters = inputs(draws, SamplingMode.TEMPERATURE if plain else SamplingMode.FILTERED, seed=7, **filters)
-    tokens = np.asarray(jax.jit(sample, static_argnums=2)(jnp.tile(logits, (draws, 1)), parameters, vocab))
+    tokens = np.asarray(
+        jax.jit(partial(sample, known_tokens=np.ones(vocab, bool)))(jnp.tile(logits, (draws, 1)), parameters)
+    )
     expected = draws * brute_force(logits, **({"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | filters))
     counts = np.bincount(tokens, minlength=vocab)
     assert not counts[expected == 0].any()
@@ -117,24 +121,24 @@ def test_rows_do_not_disturb_each_other() -> None:
         "seed": np.array([1, 2, 3, 4, 5, 6]),
         "position": np.array([10, 20, 30, 40, 50, 60]),
     }
-    together = np.asarray(sample(jnp.asarray(logits), inputs(6, **fields), 40))
+    together = np.asarray(sample(jnp.asarray(logits), inputs(6, **fields), ALL_40))
     order = rng.permutation(6)
-    shuffled = sample(jnp.asarray(logits[order]), inputs(6, **{n: v[order] for n, v in fields.items()}), 40)
+    shuffled = sample(jnp.asarray(logits[order]), inputs(6, **{n: v[order] for n, v in fields.items()}), ALL_40)
     np.testing.assert_array_equal(np.asarray(shuffled), together[order])
     for row in range(6):
         one = {name: value[row : row + 1] for name, value in fields.items()}
-        alone = sample(jnp.asarray(logits[row : row + 1]), inputs(1, **one), 40)
+        alone = sample(jnp.asarray(logits[row : row + 1]), inputs(1, **one), ALL_40)
         assert int(alone[0]) == together[row]
     assert (together[[0, 3]] == logits[[0, 3]].argmax(1)).all()
     assert together[5] == logits[5].argmax(), "temperature 1e-4 is near greedy"
     assert np.isfinite(logits[np.arange(6), together]).all()
 
 
-@pytest.mark.parametrize("temperature", [1e-4, 1e-6, 1e-30, 1e30])
+@pytest.mark.parametrize("temperature", [1e-4, 1e-6, 1e-30, 1e30, 9e37, 3e38])
 def test_extreme_temperatures_are_finite(temperature: float) -> None:
     logits = np.array([[5.0, -3.0, 80.0, -np.inf, 79.0]], np.float32)
     for mode in (SamplingMode.TEMPERATURE, SamplingMode.FILTERED):
-        token = int(sample(jnp.asarray(logits), inputs(1, mode, temperature=temperature, top_p=0.99), 5)[0])
+        token = int(sample(jnp.asarray(logits), inputs(1, mode, temperature=temperature, top_p=0.99), ALL_40[:5])[0])
         assert token == 2 if temperature < 1 else token in (0, 1, 2, 4)
 
 
@@ -146,6 +150,13 @@ def test_padding_and_suppressed_ids_are_never_chosen() -> None:
     suppressed[:, 0] = 2
     for mode, temperature in ((SamplingMode.GREEDY, 0), (SamplingMode.TEMPERATURE, 1), (SamplingMode.FILTERED, 1)):
         parameters = inputs(300, mode, temperature=temperature, suppressed=suppressed, top_k=7)
-        tokens = np.asarray(sample(jnp.asarray(logits), parameters, 6))
+        tokens = np.asarray(sample(jnp.asarray(logits), parameters, np.ones(6, bool)))
         assert not np.isin(tokens, (2, 6, 7)).any()
         assert len(set(tokens.tolist())) == (1 if mode is SamplingMode.GREEDY else 5)
+
+
+def test_ids_with_gaps_are_known_one_by_one() -> None:
+    """A tokenizer can know 0, 1 and 4 and nothing else; what the mesh pads is unknown too."""
+    known = np.array([True, True, False, False, True])
+    tokens = np.asarray(sample(jnp.zeros((200, 8)), inputs(200, SamplingMode.TEMPERATURE), known))
+    assert set(tokens.tolist()) == {0, 1, 4}

@@ -1,0 +1,181 @@
+"""One engine, several users: streams in turns, threads, interrupts, steps that fail."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxllm import LLM, SamplingParams
+from jaxllm.engine.interrupts import deferred_interrupts
+
+GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny: Callable[..., Path]) -> LLM:
+    return LLM(
+        str(tiny()), dtype="float32", max_num_seqs=4, max_num_batched_tokens=64, max_model_len=128,
+        kvcache_block_size=16, num_kvcache_blocks=24, enforce_eager=True,
+    )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind(llm: LLM) -> Iterator[None]:
+    yield
+    assert not llm.engine.has_unfinished_requests()
+    assert llm.stats.scheduler.free_blocks == llm.stats.num_kvcache_blocks
+    assert not llm.engine._streams
+
+
+def tokens(llm: LLM, prompt: Any) -> list[int]:
+    return llm.generate([prompt], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+
+
+def test_streams_read_in_turns(llm: LLM) -> None:
+    expected = [tokens(llm, prompt) for prompt in ("one", "two")]
+    streams = [llm.stream(prompt, GREEDY) for prompt in ("one", "two")]
+    got: list[list[int]] = [[], []]
+    for _ in range(20):
+        for stream, seen in zip(streams, got, strict=True):
+            seen += next(stream).token_ids
+    assert got == expected
+    assert [list(stream) for stream in streams] == [[], []]
+
+
+def test_a_call_inside_a_stream(llm: LLM) -> None:
+    expected = [tokens(llm, prompt) for prompt in ("one", "two")]
+    seen = []
+    for delta in llm.stream("one", GREEDY):
+        seen += delta.token_ids
+        assert tokens(llm, "two") == expected[1]
+    assert seen == expected[0]
+
+
+def test_the_engine_beside_a_call(llm: LLM) -> None:
+    """Updates of a request that was added to the engine itself wait for whoever steps the engine."""
+    expected = tokens(llm, "mine")
+    llm.engine.add_request("mine", "mine", GREEDY)
+    tokens(llm, "another")
+    updates = []
+    while llm.engine.has_unfinished_requests():
+        updates += llm.engine.step()
+    updates += llm.engine.step()
+    assert [token for update in updates for token in update.token_ids] == expected
+    assert updates[-1].output is not None
+
+
+def test_threads_share_the_engine(llm: LLM) -> None:
+    rng = np.random.default_rng(0)
+    prompts = [[rng.integers(0, 300, n).tolist() for n in rng.integers(1, 60, 6)] for _ in range(4)]
+    expected = [[tokens(llm, prompt) for prompt in own] for own in prompts]
+    got: dict[int, Any] = {}
+
+    def work(i: int) -> None:
+        got[i] = [o.outputs[0].token_ids for o in llm.generate(prompts[i], GREEDY, use_tqdm=False)]
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    assert [got[i] for i in range(4)] == expected
+
+
+def test_an_aborted_request_ends_its_stream(llm: LLM) -> None:
+    stream = llm.stream("one", GREEDY)
+    next(stream)
+    (request_id,) = llm.engine._streams
+    llm.engine.abort_request(request_id)
+    rest = list(stream)
+    assert rest[-1].output is not None
+    assert rest[-1].output.outputs[0].finish_reason == "abort"
+    assert rest[-1].output.metrics is not None and rest[-1].output.metrics.finished_time is not None
+
+
+def test_an_abort_gives_the_text_that_was_held_back(llm: LLM) -> None:
+    text = llm.generate("one", GREEDY, use_tqdm=False)[0].outputs[0].text
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, stop=text + "never")
+    llm.engine.add_request("held", "one", params)
+    for _ in range(5):
+        llm.engine.step()
+    output = llm.engine.abort_request("held")
+    llm.engine.step()
+    assert output is not None
+    ids = output.outputs[0].token_ids
+    assert output.outputs[0].text == llm.tokenizer.decode(ids, skip_special_tokens=True) != ""
+
+
+def test_a_lost_cache_is_made_again(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step took the KV array with it: requests in flight are computed again, and no prefix of it is trusted."""
+    prompt = list(range(1, 50))
+    expected = tokens(llm, prompt)
+    stream = llm.stream([prompt], GREEDY)
+    seen = list(next(stream).token_ids)
+    runner = llm.engine.runner
+
+    def fail(step: Any) -> Any:
+        runner.kv.delete()
+        raise RuntimeError("device error")
+
+    other = llm.stream([[9] * 20], GREEDY)
+    with monkeypatch.context() as patched:
+        patched.setattr(runner, "execute", fail)
+        with pytest.raises(RuntimeError, match="device error"):
+            next(other)
+    for delta in stream:
+        seen += delta.token_ids
+    assert seen == expected
+    assert tokens(llm, prompt) == expected
+
+
+def test_an_interrupt_waits_for_the_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C at the worst moment: after the device took the cache, before the runner has the new one."""
+    expected = tokens(llm, "one")
+    runner = llm.engine.runner
+    execute = runner.execute
+
+    def interrupted(step: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return execute(step)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(runner, "execute", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            tokens(llm, "two")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert tokens(llm, "one") == expected
+
+
+def test_interrupts_at_random_moments_leak_nothing(llm: LLM) -> None:
+    expected = tokens(llm, "one")
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 300, n).tolist() for n in rng.integers(1, 60, 12)]
+    interrupted = 0
+    for delay in rng.uniform(0.001, 0.06, 40):
+        timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
+        try:
+            timer.start()
+            llm.generate(prompts, GREEDY, use_tqdm=False)
+        except KeyboardInterrupt:
+            interrupted += 1
+        finally:
+            timer.cancel()
+            timer.join()
+        assert llm.stats.scheduler.free_blocks == llm.stats.num_kvcache_blocks
+    assert interrupted > 5
+    assert tokens(llm, "one") == expected
+
+
+def test_a_second_interrupt_is_immediate() -> None:
+    reached = False
+    with pytest.raises(KeyboardInterrupt), deferred_interrupts():
+        os.kill(os.getpid(), signal.SIGINT)
+        reached = True
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("not reached")
+    assert reached
