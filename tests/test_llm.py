@@ -246,6 +246,16 @@ def test_a_stop_string_that_begins_before_min_tokens(small_llm: LLM) -> None:
         raise AssertionError("no pair of characters is unique; take another prompt")
 
 
+def test_no_text_is_lost_where_the_length_ends_it_before_min_tokens(small_llm: LLM) -> None:
+    prompt = [7] * 250  # leaves 6 tokens
+    params = {"temperature": 0, "max_tokens": 20, "ignore_eos": True}
+    plain = small_llm.generate([prompt], SamplingParams(**params), use_tqdm=False)[0].outputs[0]
+    held = SamplingParams(**params, min_tokens=15, stop=plain.text + "never said")
+    output = small_llm.generate([prompt], held, use_tqdm=False)[0].outputs[0]
+    assert (output.text, output.finish_reason) == (plain.text, "length")
+    assert output.text == small_llm.tokenizer.decode(output.token_ids, skip_special_tokens=True)
+
+
 # --- draws
 
 

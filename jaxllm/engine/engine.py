@@ -231,8 +231,9 @@ class Engine:
         if request.is_finished:
             raw += detokenizer.finish()
         if request.num_output_tokens < request.params.min_tokens:
-            return stream.stops.pass_by(raw)
-        text, matched = stream.stops.feed(raw)
+            text, matched = stream.stops.pass_by(raw), None
+        else:
+            text, matched = stream.stops.feed(raw)
         if matched is not None:
             if request.is_finished:
                 request.finish_reason, request.stop_reason = "stop", matched
