@@ -135,7 +135,7 @@ class LLM:
             on_error: as `generate`.
             chat_template_kwargs: passed to the template, such as `{"enable_thinking": False}`.
         """
-        if isinstance(messages, str | Mapping) or not messages:
+        if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
             raise TypeError("messages must be a list of {'role': ..., 'content': ...}, or a list of such lists")
         conversations: Any = [messages] if isinstance(messages[0], Mapping) else messages
         prompts: list[Any] = []

@@ -59,7 +59,12 @@ def open_gguf(path: Path, name: str) -> Checkpoint:
             f"{path} has {path.stat().st_size:,} bytes, its header promises {end:,}: the download was "
             f"cut short; fetch it again"
         )
-    config = ModelConfig.from_hf(config_of(file))
+    try:
+        config = ModelConfig.from_hf(config_of(file))
+    except CheckpointError:
+        raise
+    except (ValueError, TypeError, ArithmeticError) as error:
+        raise CheckpointError(f"{path}: its metadata describe no model that is supported ({error})") from error
     return Checkpoint(name=name, path=path, config=config, tensors=_tensors(file, config))
 
 

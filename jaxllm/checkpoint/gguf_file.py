@@ -86,7 +86,7 @@ def read_gguf(path: Path) -> GgufFile:
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             try:
                 return _parse(path, _Cursor(data))
-            except (struct.error, KeyError, UnicodeDecodeError) as error:
+            except (struct.error, LookupError, TypeError, ArithmeticError, MemoryError, RecursionError) as error:
                 raise CheckpointError(f"{path} is a damaged GGUF file ({error}); fetch it again") from error
 
 
@@ -111,6 +111,8 @@ def _parse(path: Path, cursor: _Cursor) -> GgufFile:
     alignment = metadata.get("general.alignment", 32)
     start = -(-cursor.position // alignment) * alignment
     tensors = {t.name: GgufTensor(t.name, t.shape, t.type, start + t.offset) for t in table}
+    if len(tensors) < len(table):
+        raise CheckpointError(f"{path} holds two tensors of one name: the file is damaged; fetch it again")
     return GgufFile(path, metadata, tensors)
 
 

@@ -16,14 +16,15 @@ from jaxllm.models.params import ParamSpec
 # Buffers that older transformers versions wrote although they follow from the config.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 TIED_OUTPUT, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_BLOCK = 1 << 18  # elements looked at in one go: at most 1 MiB, which stays in a core's cache
 QUANTIZED_SUFFIXES = (".qweight", ".qzeros", ".g_idx", ".scales", ".weight_packed", ".weight_scale", ".absmax", ".SCB")
 
 
 def check_tensors(tensors: Mapping[str, LazyTensor], specs: Mapping[str, ParamSpec], name: str = "checkpoint") -> None:
     """Raise one CheckpointError with all missing, unexpected, misshapen tensors and those of an unsupported dtype.
 
-    Allowed to be present and unused: rotary inverse frequencies, and an output matrix shaped like the embedding where
-    the model ties both.
+    Allowed to be present and unused: rotary inverse frequencies, and an output matrix equal to the embedding where the
+    model ties both. One that differs is refused: the config and the file disagree on what the model is.
     """
     needed = {spec.name: spec for spec in specs.values()}
     missing = sorted(set(needed) - set(tensors))
@@ -36,6 +37,8 @@ def check_tensors(tensors: Mapping[str, LazyTensor], specs: Mapping[str, ParamSp
     ]
     unsupported = [f"{n} is {tensors[n].storage}" for n in common if tensors[n].dtype not in SUPPORTED_DTYPES]
     if not (missing or unexpected or misshapen or unsupported):
+        if TIED_OUTPUT in tensors and TIED_OUTPUT not in needed:
+            _check_tied(tensors[TIED_OUTPUT], tensors[EMBEDDING], name)
         return
     lines = [f"model {name!r}: the tensors of the checkpoint do not fit the model that its config describes."]
     for title, entries in (
@@ -60,7 +63,7 @@ def load_parameters(
 
     One tensor at a time goes from the mapped file through its run-time layout to the devices, shard by shard, and is
     waited for: the host holds about one tensor, the devices nothing twice. Raises CheckpointError (see `check_tensors`)
-    before anything goes to a device, and where a value is too large for float16.
+    before anything goes to a device, and where a value is NaN, infinite or too large for `dtype`.
     """
     check_tensors(checkpoint.tensors, specs, checkpoint.name)
     target = jnp.dtype(dtype)
@@ -73,6 +76,21 @@ def _is_ignored(name: str, tensors: Mapping[str, LazyTensor]) -> bool:
     if name.endswith(IGNORED_SUFFIXES):
         return True
     return name == TIED_OUTPUT and EMBEDDING in tensors and tensors[EMBEDDING].shape == tensors[name].shape
+
+
+def _check_tied(output: LazyTensor, embedding: LazyTensor, name: str) -> None:
+    """Compare block by block, so that no more than a block of the mapped files is copied."""
+    first, second = output.read(), embedding.read()
+    rows = max(1, _BLOCK // max(1, first.shape[-1]))
+    for start in range(0, len(first), rows):
+        a, b = first[start : start + rows], second[start : start + rows]
+        if (a.dtype == b.dtype and a.tobytes() == b.tobytes()) or np.array_equal(a.astype("f4"), b.astype("f4"), True):
+            continue
+        raise CheckpointError(
+            f"model {name!r}: config.json says that the output matrix is the embedding (tie_word_embeddings), but the "
+            f'values of {output.name} differ from those of {embedding.name}: set "tie_word_embeddings": false in '
+            f"config.json to use both, or remove {output.name} from the file"
+        )
 
 
 def _place(tensor: LazyTensor, spec: ParamSpec, mesh: Mesh, dtype: np.dtype[Any]) -> jax.Array:
@@ -94,8 +112,33 @@ def _convert(view: np.ndarray, dtype: np.dtype[Any], name: str) -> np.ndarray:
     """A contiguous copy in `dtype`. Always a copy: on the CPU JAX may use the memory itself, and a file can change."""
     with np.errstate(over="ignore"):
         out = np.array(view, dtype=dtype, order="C", copy=True)
-    if dtype == np.float16 and view.dtype != np.float16 and not np.isfinite(out).all():
+    if _all_finite(out):
+        return out
+    if _all_finite(np.ascontiguousarray(view)):
+        largest = float(jnp.finfo(dtype).max)
+        others = " or ".join(other for other in SUPPORTED_DTYPES if jnp.finfo(other).max > largest)
         raise CheckpointError(
-            f"{name} has values that float16 cannot hold (beyond 65504): use dtype bfloat16 or float32"
+            f"{name} has values that {dtype.name} cannot hold (beyond {largest:g}): use dtype {others}"
         )
-    return out
+    raise CheckpointError(
+        f"{name} has values that are NaN or infinite, which would spoil every answer: the checkpoint is damaged or its "
+        f"training diverged; fetch it again, or use another checkpoint"
+    )
+
+
+def _all_finite(array: np.ndarray) -> bool:
+    """Whether a contiguous float array holds neither NaN nor infinity.
+
+    Those have all exponent bits set: read as integers they are the largest unsigned numbers (sign set) or the largest
+    signed ones (sign clear), so that two maxima tell. NumPy's isfinite is many times slower on bfloat16.
+    """
+    bits = 8 * array.dtype.itemsize
+    infinity = int(np.array(np.inf, array.dtype).view(f"u{array.dtype.itemsize}"))
+    flat = array.reshape(-1)
+    for start in range(0, flat.size, _BLOCK):
+        block = flat[start : start + _BLOCK]
+        if block.view(f"i{array.dtype.itemsize}").max() >= infinity:
+            return False
+        if block.view(f"u{array.dtype.itemsize}").max() >= infinity + (1 << (bits - 1)):
+            return False
+    return True

@@ -302,5 +302,6 @@ def check_model_len(num_blocks: int, *, block_size: int, block_bytes: int, max_m
         raise BudgetError(
             f"max_model_len={max_model_len} needs {needed} blocks ({format_bytes(needed * block_bytes)} per device); "
             f"{num_blocks} are available ({format_bytes(num_blocks * block_bytes)}). The largest max_model_len that "
-            f"fits is {num_blocks * block_size}; or raise gpu_memory_utilization or tensor_parallel_size"
+            f"fits is {num_blocks * block_size}; or raise kv_cache_memory_bytes where it is given, else "
+            f"gpu_memory_utilization or tensor_parallel_size"
         )

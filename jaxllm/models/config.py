@@ -4,12 +4,15 @@ The reader understands the files as transformers 4 and transformers 5 write them
 mathematics and is not implemented is refused by name and value; whatever is only switched off is accepted.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 SUPPORTED_DTYPES = ("bfloat16", "float16", "float32")
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_LARGEST_FLOAT = 1e18  # products of two numbers of the config, and their reciprocals, stay within float32
+_LARGEST_INT = 2**31 - 1  # sizes and positions are int32 on the device
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,7 @@ class ModelConfig:
         counts as float32, as torch does. Raises ValueError that names field, value and what is supported.
         """
         family_name = config.get("model_type")
-        if family_name not in FAMILIES:
+        if not isinstance(family_name, str) or family_name not in FAMILIES:
             raise ValueError(
                 f"model_type={family_name!r} is not supported (mixtures of experts and multi-modal models neither); "
                 f"supported: {', '.join(sorted(FAMILIES))}"
@@ -149,8 +152,8 @@ def _positive_int(config: Mapping[str, Any], field: str, default: int | None = N
         value = default
     if value is None:
         raise ValueError(f"config.json has no {field}: it is needed, as a positive integer")
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise ValueError(f"{field}={value!r} in config.json: a positive integer is needed")
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _LARGEST_INT:
+        raise ValueError(f"{field}={value!r} in config.json: a positive integer is needed, at most {_LARGEST_INT}")
     return value
 
 
@@ -160,9 +163,20 @@ def _positive_float(config: Mapping[str, Any], field: str, default: float | None
         value = default
     if value is None:
         raise ValueError(f"{prefix}{field} is missing in config.json: a positive number is needed")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise ValueError(f"{prefix}{field}={value!r} in config.json: a positive number is needed")
+    if not _is_number(value) or not 1 / _LARGEST_FLOAT <= value <= _LARGEST_FLOAT:
+        raise ValueError(
+            f"{prefix}{field}={value!r} in config.json: a positive number is needed, from {1 / _LARGEST_FLOAT:g} to "
+            f"{_LARGEST_FLOAT:g}"
+        )
     return float(value)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether `value` is a finite number: JSON as Python reads it has Infinity, NaN, and integers of any length."""
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def _flag(config: Mapping[str, Any], field: str) -> bool:
@@ -173,8 +187,8 @@ def _flag(config: Mapping[str, Any], field: str) -> bool:
 
 
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", config["quantization_config"])
+    if quantization := config.get("quantization_config"):
+        method = quantization.get("quant_method", quantization) if isinstance(quantization, Mapping) else quantization
         raise ValueError(
             f"quantization_config with quant_method={method!r} in config.json is not supported; supported are "
             f"unquantized checkpoints in {', '.join(SUPPORTED_DTYPES)}, and .gguf files (dequantized while loading)"
@@ -186,17 +200,27 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
 
 def _refuse_sliding_window(config: Mapping[str, Any], num_layers: int) -> None:
     """Accept the fields where they are switched off: Qwen3 ships them with use_sliding_window false."""
-    others = sorted({str(kind) for kind in config.get("layer_types") or () if kind != "full_attention"})
+    kinds = config.get("layer_types")
+    if kinds is not None and (not isinstance(kinds, Sequence) or isinstance(kinds, str) or len(kinds) < num_layers):
+        raise ValueError(
+            f"layer_types={kinds!r:.80} in config.json: a list with one entry for each of the {num_layers} layers "
+            f"(num_hidden_layers) is needed, or none; supported: full_attention in every layer"
+        )
+    others = sorted({str(kind) for kind in kinds or () if kind != "full_attention"})
     if others:
         raise ValueError(
             f"layer_types in config.json holds {', '.join(others)}, which is not supported; "
             f"supported: full_attention in every layer"
         )
-    if not config.get("use_sliding_window") or config.get("layer_types"):
+    if not _flag(config, "use_sliding_window") or kinds:
         return
-    window = config.get("sliding_window", 4096)
+    if "sliding_window" in config and config["sliding_window"] is None:
+        return
+    window = _positive_int(config, "sliding_window", default=4096)
     first = config.get("max_window_layers", 28)
-    if window is not None and first < num_layers:
+    if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+        raise ValueError(f"max_window_layers={first!r} in config.json: an integer of at least 0 is needed")
+    if first < num_layers:
         raise ValueError(
             f"use_sliding_window=true with sliding_window={window} in config.json is not supported: layers {first} to "
             f"{num_layers - 1} would attend to a window; supported: use_sliding_window=false (full attention)"
@@ -245,14 +269,22 @@ def _rope(config: Mapping[str, Any], max_positions: int) -> RopeConfig:
         config, "original_max_position_embeddings", parameters.get("original_max_position_embeddings") or max_positions
     )
     if kind == "llama3":
+        low = _positive_float(parameters, "low_freq_factor", prefix=prefix)
+        high = _positive_float(parameters, "high_freq_factor", prefix=prefix)
+        if high <= low:
+            raise ValueError(
+                f"{prefix}high_freq_factor={high} in config.json: a number above low_freq_factor={low} is needed"
+            )
         return RopeConfig(
             type=kind,
             theta=theta,
             factor=_positive_float(parameters, "factor", prefix=prefix),
             original_max_position_embeddings=original,
-            low_freq_factor=_positive_float(parameters, "low_freq_factor", prefix=prefix),
-            high_freq_factor=_positive_float(parameters, "high_freq_factor", prefix=prefix),
+            low_freq_factor=low,
+            high_freq_factor=high,
         )
+    if theta <= 1:
+        raise ValueError(f"rope_theta={theta} in config.json: rope_type='yarn' needs a number above 1")
     return RopeConfig(
         type=kind,
         theta=theta,
@@ -271,7 +303,7 @@ def _optional_float(parameters: Mapping[str, Any], field: str, prefix: str) -> f
     value = parameters.get(field)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+    if not _is_number(value) or value < 0:
         raise ValueError(f"{prefix}{field}={value!r} in config.json: a number of at least 0 is needed")
     return float(value)
 

@@ -201,6 +201,29 @@ def test_refusals(tmp_path: Path, mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -
         resolve(str(path))
 
 
+def test_a_name_that_stands_twice(tmp_path: Path) -> None:
+    path = write_gguf(tiny_checkpoint(tmp_path))
+    path.write_bytes(path.read_bytes().replace(b"blk.1.attn_norm.weight", b"blk.0.attn_norm.weight"))
+    with pytest.raises(CheckpointError, match="two tensors of one name"):
+        resolve(str(path))
+
+
+def test_damaged_bytes_raise_nothing_but_checkpoint_errors(tmp_path: Path) -> None:
+    path = write_gguf(tiny_checkpoint(tmp_path))
+    whole, random = path.read_bytes(), np.random.default_rng(0)
+    header = whole.index(b"tokenizer.ggml.tokens")
+    refused = 0
+    for position in random.integers(4, header, 200):
+        damaged = bytearray(whole)
+        damaged[position] = random.integers(256)
+        path.write_bytes(damaged)
+        try:
+            resolve(str(path))
+        except CheckpointError:
+            refused += 1
+    assert refused > 20
+
+
 @needs_demo
 def test_demo_model_without_importing_its_package(mesh: Mesh) -> None:
     checkpoint = resolve("smollm2")

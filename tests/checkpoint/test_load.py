@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 from tiny import tiny_checkpoint
 
 from jaxllm.checkpoint import CheckpointError, check_tensors, load_parameters, resolve
+from jaxllm.checkpoint.safetensors_file import read_tensors
 from jaxllm.models.params import parameter_specs
 
 INDEX = "model.safetensors.index.json"
@@ -42,6 +43,12 @@ def rewrite(folder: Path, change: Any) -> Path:
     change(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def edit_json(file: Path, change: Any) -> None:
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
@@ -223,6 +230,45 @@ def test_ignorable_tensors(tmp_path: Path, mesh: Mesh) -> None:
         load(rewrite(tmp_path, lambda t: t.update({"lm_head.weight": np.zeros((2, 2), np.float32)})), mesh)
 
 
+def test_an_output_matrix_that_differs_from_the_embedding_it_is_tied_to(tmp_path: Path, mesh: Mesh) -> None:
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+        tensors["lm_head.weight"][-1, -1] += 1
+
+    folder = rewrite(tiny_checkpoint(tmp_path), change)
+    message = r'lm_head.weight differ from those of model.embed_tokens.weight: set "tie_word_embeddings": false'
+    with pytest.raises(CheckpointError, match=message):
+        load(folder, mesh)
+    edit_json(folder / "config.json", lambda config: config.update(tie_word_embeddings=False))
+    load(folder, mesh)  # the remedy works
+
+
+def test_equal_values_of_another_dtype_are_tied(tmp_path: Path, mesh: Mesh) -> None:
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].astype(np.float32)
+
+    load(rewrite(tiny_checkpoint(tmp_path, dtype="bfloat16"), change), mesh)
+
+
+@pytest.mark.parametrize("stored", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
+def test_values_that_are_no_numbers(tmp_path: Path, mesh: Mesh, stored: str, value: float) -> None:
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        tensors["model.layers.1.mlp.up_proj.weight"][-1, -1] = value
+
+    folder = rewrite(tiny_checkpoint(tmp_path, dtype=stored), change)
+    for wanted in ("bfloat16", "float16", "float32"):
+        with pytest.raises(CheckpointError, match=r"model.layers.1.mlp.up_proj.weight has .* NaN or infinite"):
+            load(folder, mesh, wanted)
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float32])
+def test_the_largest_numbers_are_numbers(tmp_path: Path, mesh: Mesh, dtype: Any) -> None:
+    ends = np.resize([ml_dtypes.finfo(dtype).max, ml_dtypes.finfo(dtype).min, -0.0], 64).astype(dtype)
+    folder = rewrite(tiny_checkpoint(tmp_path), lambda t: t.update({"model.norm.weight": ends}))
+    load(folder, mesh, np.dtype(dtype).name)
+
+
 def test_untied_model_needs_its_output_matrix(tmp_path: Path, mesh: Mesh) -> None:
     folder = tiny_checkpoint(tmp_path, tie_word_embeddings=False)
     with pytest.raises(CheckpointError, match=r"missing \(1\): lm_head.weight"):
@@ -247,6 +293,94 @@ def test_a_shard_without_the_tensor_its_index_names(tmp_path: Path) -> None:
     (folder / INDEX).write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=r"Missing tensors.*\(1\): model.ghost.weight"):
         resolve(str(folder))
+
+
+def copy_into_another_shard(folder: Path, name: str) -> None:
+    """Write zeros under `name` into every shard that the index does not give for it."""
+    weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+    for shard in set(weight_map.values()) - {weight_map[name]}:
+        tensors = load_file(folder / shard)
+        save_file({**tensors, name: np.zeros(64, np.float32)}, folder / shard, metadata={"format": "pt"})
+
+
+def test_of_two_copies_the_one_that_the_index_names_counts(tmp_path: Path, mesh: Mesh) -> None:
+    folder = tiny_checkpoint(tmp_path, shards=True)
+    before = {path: np.array(array) for path, array in load(folder, mesh).items()}
+    assert before["norm.weight"].any()
+    weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+    copy_into_another_shard(folder, "model.norm.weight")
+    copy_into_another_shard(folder, "model.layers.0.input_layernorm.weight")
+    assert len({weight_map["model.norm.weight"], weight_map["model.layers.0.input_layernorm.weight"]}) == 2
+    for path, array in load(folder, mesh).items():
+        np.testing.assert_array_equal(np.asarray(array), before[path])
+
+
+def test_two_copies_of_which_the_index_names_none(tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path, shards=True)
+    copy_into_another_shard(folder, "model.norm.weight")
+    edit_json(folder / INDEX, lambda index: index["weight_map"].pop("model.norm.weight"))
+    with pytest.raises(CheckpointError, match=r"model.norm.weight stands in another shard too.*weight_map"):
+        resolve(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "message"),
+    [
+        ([], "has no weight_map"),
+        (["x"], r"has no weight_map \(it is \['x'\]\)"),
+        ({"model.norm.weight": 5}, r"gives 5 as the shard of model.norm.weight"),
+        ({"model.norm.weight": None}, r"gives None as the shard of model.norm.weight"),
+        ({"model.norm.weight": "../x.safetensors"}, r"'../x.safetensors' .* outside the folder"),
+        ({"model.norm.weight": "/x.safetensors"}, r"'/x.safetensors' .* outside the folder"),
+    ],
+)
+def test_damaged_index(tmp_path: Path, weight_map: Any, message: str) -> None:
+    folder = tiny_checkpoint(tmp_path / "model", shards=True)
+    edit_json(folder / INDEX, lambda index: index.update(weight_map=weight_map))
+    with pytest.raises(CheckpointError, match=message) as error:
+        resolve(str(folder))
+    assert str(folder / INDEX) in str(error.value)
+
+
+def one_tensor(**changes: Any) -> dict[str, Any]:
+    """The header of a file with one tensor of four bytes."""
+    entry = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4], **changes}
+    return {"t": {key: value for key, value in entry.items() if value is not None}}
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ([], "its header is a list"),
+        ("[" * 100_000, "its header is not JSON"),
+        ('{"t": {}, "t": {}}', "'t' stands twice"),
+        ({"t": 5}, "describes t as 5"),
+        (one_tensor(dtype=None), "describes t as .* a dtype"),
+        (one_tensor(dtype=5), "describes t as"),
+        (one_tensor(shape=None), "describes t as"),
+        (one_tensor(shape=[-1]), "describes t as"),
+        (one_tensor(data_offsets=None), "describes t as"),
+        (one_tensor(data_offsets=[-4, 0]), "describes t as .*0 <= begin <= end"),
+        (one_tensor(data_offsets=[0.0, 4.0]), "describes t as"),
+        (one_tensor(data_offsets=[4, 0]), "describes t as"),
+        (one_tensor(data_offsets=[4]), "describes t as"),
+        (one_tensor(data_offsets=4), "describes t as"),
+        ({**one_tensor(), "u": {"dtype": "U8", "shape": [2], "data_offsets": [2, 4]}}, "t and u overlap"),
+    ],
+)
+def test_damaged_header(tmp_path: Path, header: Any, message: str) -> None:
+    file = tmp_path / "model.safetensors"
+    text = (header if isinstance(header, str) else json.dumps(header)).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
+    with pytest.raises(CheckpointError, match=message) as error:
+        read_tensors(file)
+    assert str(file) in str(error.value) and "fetch it again" in str(error.value)
+
+
+def test_an_empty_tensor_overlaps_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file({"a": np.ones(3, np.float32), "b": np.ones((0, 3), np.float32), "c": np.ones(2, np.int8)}, file)
+    assert set(read_tensors(file)) == {"a", "b", "c"}
 
 
 def test_a_value_too_large_for_float16(tmp_path: Path, mesh: Mesh) -> None:

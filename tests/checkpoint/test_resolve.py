@@ -49,11 +49,21 @@ def test_folder_without_weights(tmp_path: Path) -> None:
         resolve(str(folder))
 
 
-@pytest.mark.parametrize(("content", "message"), [("{", "not valid JSON"), ("[]", "holds a list")])
+@pytest.mark.parametrize(
+    ("content", "message"), [("{", "not valid JSON"), ("[]", "holds a list"), ("[" * 100_000, "JSON: .*recursion")]
+)
 def test_damaged_config(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(CheckpointError, match=message):
         resolve(str(tmp_path))
+
+
+def test_a_wrong_field_names_the_folder(tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "hidden_size": -1}))
+    with pytest.raises(CheckpointError, match=rf"{folder}: hidden_size=-1 in config.json"):
+        resolve(str(folder))
 
 
 def test_folder_without_tokenizer(tmp_path: Path) -> None:

@@ -186,7 +186,9 @@ def test_model_len_advice_works(blocks: int, block_size: int, length: int) -> No
         return
     with pytest.raises(BudgetError, match=r"available") as caught:
         check_model_len(blocks, max_model_len=length, **check)
-    advised = int(str(caught.value).split("that fits is ")[1].split(";")[0])
+    message = str(caught.value)
+    assert "raise kv_cache_memory_bytes where it is given, else gpu_memory_utilization" in message
+    advised = int(message.split("that fits is ")[1].split(";")[0])
     check_model_len(blocks, max_model_len=advised, **check)
     with pytest.raises(BudgetError):
         check_model_len(blocks, max_model_len=advised + 1, **check)
