@@ -179,6 +179,24 @@ def test_a_request_that_outgrows_the_pool_ends_with_length(tiny: Callable[..., P
     assert free_blocks(llm) == 2
 
 
+def test_padding_rows_leave_a_full_pool_alone(tiny: Callable[..., Path]) -> None:
+    """Three rows in a program for eight; every block of the pool belongs to one of the three."""
+    options = {"dtype": "float32", "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 64}
+    llm = LLM(str(tiny()), kvcache_block_size=16, num_kvcache_blocks=6, enforce_eager=True, **options)
+    prompts = [[i + 1] * 17 for i in range(3)]
+    alone = [llm.generate([prompt], GREEDY, use_tqdm=False)[0].outputs[0].token_ids for prompt in prompts]
+    for i, prompt in enumerate(prompts):
+        llm.engine.add_request(str(i), prompt, GREEDY)
+    together: dict[str, list[int]] = {}
+    fullest = 6
+    while llm.engine.has_unfinished_requests():
+        for update in llm.engine.step():
+            together.setdefault(update.request_id, []).extend(update.token_ids)
+        fullest = min(fullest, free_blocks(llm))
+    assert fullest == 0 and llm.stats.scheduler.preemptions == 0
+    assert [together[str(i)] for i in range(3)] == alone
+
+
 # --- stops
 
 
