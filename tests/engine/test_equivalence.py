@@ -56,10 +56,8 @@ def alone(checkpoint: Path, requests: tuple[list[list[int]], list[SamplingParams
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "together": {},
     "tiny pool": {"num_kvcache_blocks": 60},
-    "tiny pool, no prefix cache": {"num_kvcache_blocks": 60, "enable_prefix_caching": False},
     "chunks of 32": {"max_num_batched_tokens": 32},
     "no prefix cache": {"enable_prefix_caching": False},
-    "blocks of 64": {"kvcache_block_size": 64, "num_kvcache_blocks": 300},
 }
 
 
