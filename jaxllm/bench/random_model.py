@@ -11,8 +11,7 @@ import numpy as np
 
 from jaxllm.checkpoint.checkpoint import Checkpoint, LazyTensor
 from jaxllm.config import EngineConfig
-from jaxllm.engine.engine import Engine
-from jaxllm.engine.runner import Runner, RunnerSpec
+from jaxllm.engine.runner import RunnerSpec
 from jaxllm.memory.pool import start_backend
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.params import ParamSpec, parameter_specs
@@ -85,9 +84,3 @@ def random_runner_spec(shape: str, **options: Any) -> tuple[RunnerSpec, Checkpoi
         known_tokens=np.ones(checkpoint.config.vocab_size, bool),
     )
     return spec, checkpoint
-
-
-def random_engine(shape: str, **options: Any) -> Engine:
-    """An engine without tokenizer on a model of `shape`; options as `EngineConfig`."""
-    spec, checkpoint = random_runner_spec(shape, **options)
-    return Engine(Runner(spec, checkpoint), None, frozenset(), spec.config.seed)
