@@ -5,6 +5,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
+from jaxllm.checkpoint.checkpoint import Checkpoint
 from jaxllm.checkpoint.resolve import resolve
 from jaxllm.checkpoint.tokenizer import known_tokens
 from jaxllm.config import EngineConfig
@@ -38,7 +40,8 @@ class LLM:
     Calls from several threads, and streams that are read in turns, share the engine: their requests run together.
 
     Args:
-        model: a folder as Hugging Face writes it, a `.gguf` file, a hub id, or `smollm2` for the demo model.
+        model: a folder as Hugging Face writes it, a `.gguf` file, a hub id, or `smollm2` for the demo model; or a
+            `Checkpoint`, whose tensors are read from wherever it says.
         **options: as `EngineConfig`.
 
     Raises:
@@ -46,12 +49,12 @@ class LLM:
         ValueError: for an option out of range, a checkpoint that does not fit, or sizes that do not divide.
     """
 
-    def __init__(self, model: str, **options: Any):
+    def __init__(self, model: str | Path | Checkpoint, **options: Any):
         unknown = sorted(set(options) - set(EngineConfig.names()))
         if unknown:
             raise TypeError(f"unknown option(s) {', '.join(unknown)}; known: {', '.join(EngineConfig.names())}")
         self.config = EngineConfig(**options)
-        checkpoint = resolve(str(model))
+        checkpoint = model if isinstance(model, Checkpoint) else resolve(str(model))
         self.model_config = checkpoint.config
         compilation_cache.enable()
         start_backend(self.config.gpu_memory_utilization)

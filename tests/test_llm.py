@@ -342,7 +342,7 @@ def test_an_error_in_a_step_leaves_nothing(small_llm: LLM, monkeypatch: pytest.M
     expected = small_llm.generate("one", GREEDY, use_tqdm=False)[0].outputs[0].token_ids
     with monkeypatch.context() as patched:
         patched.setattr(
-            small_llm.engine.runner, "execute", lambda step: (_ for _ in ()).throw(RuntimeError("device lost"))
+            small_llm.engine.runner, "dispatch", lambda step: (_ for _ in ()).throw(RuntimeError("device lost"))
         )
         with pytest.raises(RuntimeError, match="device lost"):
             small_llm.generate(["one", "two"], GREEDY, use_tqdm=False)
@@ -356,6 +356,7 @@ def test_request_ids_and_aborts(small_llm: LLM) -> None:
     with pytest.raises(ValueError, match="'a' is still being processed"):
         engine.add_request("a", "again", GREEDY)
     engine.add_request("b", "world", GREEDY)
+    assert engine.step() == []  # the first step is under way
     engine.step()
     aborted = engine.abort_request("a")
     assert (aborted.outputs[0].finish_reason, len(aborted.outputs[0].token_ids)) == ("abort", 1)

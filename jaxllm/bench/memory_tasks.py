@@ -15,8 +15,7 @@ from jaxllm.bench.random_model import random_runner_spec
 from jaxllm.cache.kv_array import KVLayout
 from jaxllm.engine import runner as engine_runner
 from jaxllm.engine.engine import Engine
-from jaxllm.engine.runner import Runner, RunnerSpec
-from jaxllm.engine.step_shape import StepShapes
+from jaxllm.engine.runner import Runner
 from jaxllm.engine.warm_up import largest, measure, worst_step
 from jaxllm.memory.device import read_device
 from jaxllm.memory.predict import Workload, activation_bytes
@@ -42,9 +41,9 @@ def transients(shape: str, utilization: float, settings: list[dict[str, Any]]) -
         weights = weights or engine_runner.load(spec, checkpoint)
         config = spec.config
         layout = KVLayout.of(weights.config, config.kvcache_block_size, spec.dtype, 1)
-        shapes = largest(_shapes(spec))
+        shapes = largest(spec.shapes)
         compile_for = partial(partial, engine_runner.compile_step, spec, weights, layout)
-        programs = measure(weights.leaves, layout, spec.mesh, shapes, spec.max_model_len, compile_for)
+        programs = measure(weights.leaves, layout, spec.mesh, config.max_rows, shapes, spec.max_model_len, compile_for)
         workload = Workload(config.max_num_batched_tokens, config.max_num_seqs)
         rows.append(
             {
@@ -57,11 +56,6 @@ def transients(shape: str, utilization: float, settings: list[dict[str, Any]]) -
         )
         progress({"rows": rows})
     return {"rows": rows}
-
-
-def _shapes(spec: RunnerSpec) -> StepShapes:
-    config = spec.config
-    return StepShapes(config.max_num_batched_tokens, config.max_rows, spec.max_model_len, config.kvcache_block_size)
 
 
 def life(

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxllm.cache.kv_array import KV_SPEC, KVLayout
 from jaxllm.layers.paged_attention import PagedBatch, QueryTiles, paged_attention, query_tiles, write_kv
@@ -132,7 +132,7 @@ def paged_attend(
         plan = _mosaic_plan(batch, decode, heads // layout.tensor_parallel_size, layout)
         run = partial(_mosaic_gpu, interpret=interpret)
 
-    def attend(layer: int, q: Array, k: Array, v: Array, kv: KVArray) -> tuple[Array, KVArray]:
+    def attend(layer: int | Int[Array, ""], q: Array, k: Array, v: Array, kv: KVArray) -> tuple[Array, KVArray]:
         def local(plan: Any, batch: PagedBatch, q: Array, k: Array, v: Array, kv: KVArray) -> tuple[Array, KVArray]:
             return run(plan, batch, layer, q, k, v, kv)
 
@@ -146,7 +146,7 @@ def paged_attend(
 
 
 def _xla(
-    tiles: QueryTiles, batch: PagedBatch, layer: int, q: Array, k: Array, v: Array, kv: KVArray
+    tiles: QueryTiles, batch: PagedBatch, layer: int | Int[Array, ""], q: Array, k: Array, v: Array, kv: KVArray
 ) -> tuple[Array, KVArray]:
     kv = write_kv(kv, layer, k, v, batch.slots)
     return paged_attention(q, kv, layer, batch.block_tables, tiles), kv
@@ -174,7 +174,7 @@ def _mosaic_plan(batch: PagedBatch, decode: bool, heads: int, layout: KVLayout) 
 def _mosaic_gpu(
     plan: DecodePlan | PrefillPlan,
     batch: PagedBatch,
-    layer: int,
+    layer: int | Int[Array, ""],
     q: Array,
     k: Array,
     v: Array,

@@ -9,13 +9,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
+
 from jaxllm.cache.block_pool import BlockPool
 from jaxllm.engine.interrupts import deferred_interrupts
 from jaxllm.engine.prompts import Prompt, prompt_token_ids
 from jaxllm.engine.request import Request
 from jaxllm.engine.runner import Runner
 from jaxllm.engine.scheduler import Scheduler
-from jaxllm.engine.step import SchedulerStats
+from jaxllm.engine.step import SchedulerStats, Step
 from jaxllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from jaxllm.sampling_params import MAX_SUPPRESSED_IDS, SamplingParams
 from jaxllm.text.detokenizer import Detokenizer
@@ -90,8 +92,10 @@ class Engine:
             max_model_len=spec.max_model_len,
             block_size=config.kvcache_block_size,
             enable_prefix_caching=config.enable_prefix_caching,
+            iterations=runner.shapes.iterations,
         )
         self._streams: dict[str, _Stream] = {}
+        self._under_way: deque[tuple[Step, jax.Array]] = deque()
         self._made = 0
         self._lock = threading.RLock()
         self._outbox: deque[Update] = deque()
@@ -180,25 +184,32 @@ class Engine:
         return updates
 
     def advance(self) -> bool:
-        """Run one step and hand out what it added; False if there was nothing to do.
+        """Send the next step to the devices and hand out what the one before it added; False if there is nothing to do.
 
-        If the step fails, its requests stay queued and are computed again with the next one; abort them to be rid of
-        them.
+        One step is always under way while the host works on the results of the one before. If a step fails, its
+        requests stay queued and are computed again with the next one; abort them to be rid of them.
         """
         with self._exclusively():
-            step = self.scheduler.schedule()
-            if step is None:
+            if not self.scheduler.has_unfinished():
+                self._under_way.clear()  # steps for requests that ended meanwhile
                 return False
             try:
-                tokens = self.runner.execute(step)
+                step = self.scheduler.schedule()
+                if step is not None:
+                    self._under_way.append((step, self.runner.dispatch(step)))
+                if len(self._under_way) <= (step is not None):
+                    return step is not None
+                oldest, tokens = self._under_way.popleft()
+                sampled = self.runner.collect(oldest, tokens)
             except BaseException:
+                self._under_way.clear()
+                self.scheduler.forget_steps()
                 if self.runner.restore_cache():
                     self.scheduler.forget_kv()
                 raise
             now = time.perf_counter()
-            for request in self.scheduler.complete(step, tokens.tolist()):
-                inbox = self._streams[request.request_id].inbox
-                inbox.append(self._update(request, now))
+            for request, count in self.scheduler.complete(oldest, sampled):
+                self._streams[request.request_id].inbox.append(self._update(request, count, now))
             return True
 
     @contextmanager
@@ -207,41 +218,48 @@ class Engine:
         with self._lock, deferred_interrupts():
             yield
 
-    def _update(self, request: Request, now: float) -> Update:
+    def _update(self, request: Request, count: int, now: float) -> Update:
+        """Take in the last `count` tokens of a request."""
         stream = self._streams[request.request_id]
         if stream.first_token_time is None:
             stream.first_token_time = now
-        token = request.token_ids[-1]
-        text = self._text(stream, token)
+        before = len(request.token_ids) - count
+        text = self._text(stream, before)
         if text:
             stream.pieces.append(text)
         output = None
         if request.is_finished:
             stream.finished_time = now
             output = self._finish(self._streams.pop(request.request_id))
-        return Update(request.request_id, text, [token], output)
+        return Update(request.request_id, text, request.token_ids[before:], output)
 
-    def _text(self, stream: _Stream, token: int) -> str:
-        """Text that `token` makes final; ends the request where it completes a stop string."""
+    def _text(self, stream: _Stream, before: int) -> str:
+        """Text that the tokens behind the first `before` make final; ends the request where it completes a stop string.
+
+        With stop strings, token by token: those behind the one that completes a string do not count.
+        """
         request, detokenizer = stream.request, stream.detokenizer
         if detokenizer is None:
             return ""
-        ends_text = request.finish_reason == "stop"
-        raw = "" if ends_text else detokenizer.add([token])
-        if request.is_finished:
-            raw += detokenizer.finish()
-        if request.num_output_tokens < request.params.min_tokens:
-            text, matched = stream.stops.pass_by(raw), None
-        else:
-            text, matched = stream.stops.feed(raw)
-        if matched is not None:
-            if request.is_finished:
-                request.finish_reason, request.stop_reason = "stop", matched
-            else:
-                self.scheduler.finish(request, "stop", matched)
-        elif request.is_finished:
-            text += stream.stops.flush()
-        return text
+        tokens = request.token_ids[before:]
+        groups = [[token] for token in tokens] if request.params.stop else [tokens]
+        text, end = "", before
+        for group in groups:
+            end += len(group)
+            last = end == len(request.token_ids) and request.is_finished
+            # The token that ends a text is no part of it.
+            raw = detokenizer.add(group[:-1] if last and request.finish_reason == "stop" else group)
+            if last:
+                raw += detokenizer.finish()
+            if end - request.num_prompt_tokens < request.params.min_tokens:
+                text += stream.stops.pass_by(raw)
+                continue
+            piece, matched = stream.stops.feed(raw)
+            text += piece
+            if matched is not None:
+                self.scheduler.cut(request, end, matched)
+                return text
+        return text + stream.stops.flush() if request.is_finished else text
 
     def _finish(self, stream: _Stream) -> RequestOutput:
         request = stream.request

@@ -21,8 +21,10 @@ class Request:
     """A prompt, what was generated from it, and where its KV lies.
 
     `token_ids` are all known tokens, prompt and output. KV has been computed for the first `num_computed_tokens` of
-    them; position p lives in slot `block_table[p // block_size] * block_size + p % block_size`. Preemption gives the
-    blocks back and sets the computed tokens to 0, the known tokens stay. Only the scheduler changes these fields.
+    them; position p lives in slot `block_table[p // block_size] * block_size + p % block_size`. Steps that are under
+    way compute it up to `num_scheduled_tokens`, and `num_pending_tokens` tokens that they sample are not known yet.
+    Preemption gives the blocks back and sets all three to 0, the known tokens stay. Only the scheduler changes these
+    fields.
 
     Raises ValueError when the prompt is empty.
     """
@@ -41,6 +43,12 @@ class Request:
     token_ids: list[int] = field(init=False, repr=False)
     num_prompt_tokens: int = field(init=False)
     num_computed_tokens: int = field(init=False, default=0)
+    num_scheduled_tokens: int = field(init=False, default=0)
+    num_pending_tokens: int = field(init=False, default=0)
+    max_tokens: int = field(init=False, default=0)
+    """Most tokens, prompt and output; set by the scheduler."""
+    seat: int | None = field(init=False, default=None)
+    """Index of its place in the state on the device, while it runs."""
     block_table: list[int] = field(init=False, default_factory=list, repr=False)
     status: RequestStatus = field(init=False, default=RequestStatus.WAITING)
     finish_reason: str | None = field(init=False, default=None)
@@ -81,35 +89,24 @@ class Request:
         """Whether it has ended, for whatever reason."""
         return self.status is RequestStatus.FINISHED
 
-    def append(self, token: int) -> None:
-        """Adds a sampled token."""
-        self.token_ids.append(token)
-
-    def check_stop(self, max_model_len: int) -> str | None:
-        """The finish reason that the last appended token brings, None when generation goes on.
+    def check_stop(self) -> str | None:
+        """The finish reason that the last known token brings, None when generation goes on.
 
         Before `min_tokens` only the length limits end a request. A token that ends it both ways counts as "stop".
         Sets `stop_reason` when the token is one of `stop_token_ids`. Stop strings are checked where there is text.
         """
         params = self.params
         num_tokens = len(self.token_ids)
-        num_output_tokens = num_tokens - self.num_prompt_tokens
-        if num_output_tokens >= params.min_tokens:
+        if num_tokens - self.num_prompt_tokens >= params.min_tokens:
             token = self.token_ids[-1]
             if not params.ignore_eos and token in self.eos_token_ids:
                 return "stop"
             if token in params.stop_token_ids:
                 self.stop_reason = token
                 return "stop"
-        if num_output_tokens >= params.max_tokens or num_tokens >= max_model_len:
-            return "length"
-        return None
+        return "length" if num_tokens >= self.max_tokens else None
 
     def ending_ids(self) -> frozenset[int]:
         """Tokens that end the request."""
         stops = frozenset(self.params.stop_token_ids)
         return stops if self.params.ignore_eos else stops | self.eos_token_ids
-
-    def suppressed_ids(self) -> tuple[int, ...]:
-        """Tokens that must not be chosen next: those that would end the request before `min_tokens`."""
-        return tuple(sorted(self.ending_ids())) if self.num_output_tokens < self.params.min_tokens else ()

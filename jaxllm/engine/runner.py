@@ -5,12 +5,12 @@ import os
 import time
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Int32
 
 from jaxllm.cache.kv_array import KVLayout
 from jaxllm.checkpoint.checkpoint import Checkpoint
@@ -18,10 +18,11 @@ from jaxllm.checkpoint.load import load_parameters
 from jaxllm.config import EngineConfig
 from jaxllm.engine.attention import Attention, choose_attention
 from jaxllm.engine.programs import Programs
+from jaxllm.engine.seats import Seats
 from jaxllm.engine.step import Step
 from jaxllm.engine.step_program import step_function
 from jaxllm.engine.step_shape import PackedLayout, StepShape, StepShapes
-from jaxllm.engine.warm_up import empty_step, largest, measure
+from jaxllm.engine.warm_up import largest, measure
 from jaxllm.memory.report import MemoryReport
 from jaxllm.memory.sizing import CacheDemand, check_weights, size_kv_cache
 from jaxllm.memory.verify import settle, verify
@@ -29,9 +30,12 @@ from jaxllm.models.config import ModelConfig
 from jaxllm.models.params import parameter_specs, runtime_config
 from jaxllm.models.weights import Weights
 from jaxllm.parallel.mesh import replicated
-from jaxllm.sampling.sampler import SamplingMode
+from jaxllm.sampling.variant import PLAIN, Filters, SamplerVariant
 
 logger = logging.getLogger(__name__)
+
+SAMPLERS = (PLAIN, SamplerVariant(filters=Filters.ALL, edits=True))
+"""Variants of the sampler that are compiled on a GPU: for greedy and plain draws, and for everything."""
 
 _STEPS_IN_FLIGHT = 4
 """Step buffers that can be on the device at once: the running step's, the next one's, and their results."""
@@ -60,6 +64,18 @@ class RunnerSpec:
         return KVLayout.of(self.run_time, config.kvcache_block_size, self.dtype, config.tensor_parallel_size)
 
     @cached_property
+    def shapes(self) -> StepShapes:
+        """Of the programs."""
+        config = self.config
+        return StepShapes(
+            config.max_num_batched_tokens,
+            config.max_rows,
+            self.max_model_len,
+            config.kvcache_block_size,
+            **shape_options(self.mesh.devices.flat[0].platform),
+        )
+
+    @cached_property
     def attention(self) -> Attention:
         """How steps write and attend; chosen, and logged, when first asked for."""
         return choose_attention(self.config.attention, self.run_time, self.layout, self.mesh)
@@ -67,6 +83,9 @@ class RunnerSpec:
 
 class Runner:
     """Start-up in its only order: load, warm up and measure, size, compile, verify, allocate, rehearse."""
+
+    kv: jax.Array
+    last_tokens: jax.Array
 
     def __init__(self, spec: RunnerSpec, checkpoint: Checkpoint):
         self.spec = spec
@@ -76,9 +95,9 @@ class Runner:
         devices = [device for device in spec.mesh.devices.flat if device.process_index == jax.process_index()]
         self.layout = spec.layout
         self.attention = spec.attention  # refuses, if it must, before anything is loaded
-        self.shapes = StepShapes(
-            config.max_num_batched_tokens, config.max_rows, spec.max_model_len, config.kvcache_block_size
-        )
+        self.num_seats = config.max_rows
+        self.shapes = spec.shapes
+        self.seats = Seats(self.num_seats, self.shapes.decode[0].blocks_per_row, self.shapes.samplers)
         demand = CacheDemand(
             config=config,
             model=spec.model,
@@ -91,7 +110,7 @@ class Runner:
         self.weights = load(spec, checkpoint)
         self.memory_report = self._size(demand, devices)
         self.programs = self._compile(demand)
-        self.kv = self.layout.allocate(self.num_blocks, spec.mesh)
+        self._allocate()
         self._rehearse()
         self.programs.mark_ready()
         self.memory_report = settle(self.memory_report, devices)
@@ -109,7 +128,14 @@ class Runner:
         spec = self.spec
         compile_for = partial(partial, compile_step, spec, self.weights, self.layout)
         warm_up = partial(
-            measure, self.weights.leaves, self.layout, spec.mesh, largest(self.shapes), spec.max_model_len, compile_for
+            measure,
+            self.weights.leaves,
+            self.layout,
+            spec.mesh,
+            self.num_seats,
+            largest(self.shapes),
+            spec.max_model_len,
+            compile_for,
         )
         return size_kv_cache(devices, demand, warm_up)
 
@@ -136,24 +162,57 @@ class Runner:
         if self.mesh.devices.flat[0].platform == "cpu":
             return
         for program in self.programs:
-            for mode in SamplingMode:
-                packed = jax.device_put(empty_step(program.layout, mode), replicated(self.mesh))
-                _, self.kv = program.compiled(self.weights.leaves, self.kv, packed)
+            packed = jax.device_put(program.layout.empty()[0], replicated(self.mesh))
+            _, self.kv, self.last_tokens = program.compiled(self.weights.leaves, self.kv, self.last_tokens, packed)
         jax.block_until_ready(self.kv)
 
-    def execute(self, step: Step) -> Int32[np.ndarray, "rows"]:
-        """Run one step; the sampled token of each of its rows."""
-        program = self.programs[self.shapes.fitting(step)]
-        packed = jax.device_put(program.layout.pack(step), replicated(self.mesh))
-        tokens, self.kv = program.compiled(self.weights.leaves, self.kv, packed)
-        return np.asarray(tokens)[: len(step.rows)]
+    def dispatch(self, step: Step) -> jax.Array:
+        """Send one step to the devices, behind those already sent, without waiting for any.
+
+        Returns:
+            int32 `[iterations, rows]`: what each row sampled in each iteration, for `collect`.
+        """
+        self.seats.update(step.rows)
+        program = self.programs[self.shapes.fitting(step, self.seats.level(step.rows))]
+        packed = jax.device_put(program.layout.pack(step, self.seats), replicated(self.mesh))
+        tokens, self.kv, self.last_tokens = program.compiled(self.weights.leaves, self.kv, self.last_tokens, packed)
+        tokens.copy_to_host_async()
+        return tokens
+
+    def collect(self, step: Step, tokens: jax.Array) -> list[list[int]]:
+        """Wait for a step; the tokens of each of its rows, one from each iteration."""
+        sampled: list[list[int]] = np.asarray(tokens)[:, : len(step.rows)].T.tolist()
+        return sampled
 
     def restore_cache(self) -> bool:
         """After a step that failed: a new KV array if the step took the old one with it; whether that was so."""
-        if not self.kv.is_deleted():
-            return False
+        try:
+            jax.block_until_ready((self.kv, self.last_tokens))
+        except RuntimeError:  # deleted by donation, or the result of what failed
+            self._allocate()
+            return True
+        return False
+
+    def _allocate(self) -> None:
         self.kv = self.layout.allocate(self.num_blocks, self.mesh)
-        return True
+        self.last_tokens = jax.device_put(np.zeros(self.num_seats, np.int32), replicated(self.mesh))
+
+
+def shape_options(platform: str) -> dict[str, Any]:
+    """Options of `StepShapes` for a kind of device.
+
+    On a GPU, decode steps run several in one program, about ten milliseconds of work: between two programs the host has
+    to schedule, pack and dispatch, which takes a millisecond or two. The sampler's variant is chosen on the host, since
+    the queue would run dry while the host looks at what the device chose. On a CPU none of this gains anything, and
+    programs are few, because they take ten seconds each to compile.
+    """
+    if platform == "cpu":
+        return {"growth": 4}
+    return {
+        "growth": 2,
+        "iterations": lambda rows: 8 if rows <= 32 else 4 if rows <= 128 else 2,
+        "samplers": SAMPLERS,
+    }
 
 
 def load(spec: RunnerSpec, checkpoint: Checkpoint) -> Weights:
@@ -166,12 +225,27 @@ def load(spec: RunnerSpec, checkpoint: Checkpoint) -> Weights:
 def compile_step(
     spec: RunnerSpec, weights: Weights, layout: KVLayout, num_blocks: int, shape: StepShape
 ) -> jax.stages.Compiled:
-    """Compile a program of `shape` ahead of time, for the shardings of its arguments; the KV array is donated."""
+    """Compile a program of `shape` ahead of time for its arguments' shardings; KV array and state are donated."""
     step = step_function(
         weights, layout, shape, attention=spec.attention, mesh=spec.mesh, known_tokens=spec.known_tokens
     )
     leaves = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in weights.leaves)
     packed = jax.ShapeDtypeStruct((PackedLayout(shape).size,), jnp.int32, sharding=replicated(spec.mesh))
-    out = (replicated(spec.mesh), layout.sharding(spec.mesh))
-    jitted = jax.jit(step, donate_argnums=1, out_shardings=out)
-    return jitted.lower(leaves, layout.abstract(num_blocks, spec.mesh), packed).compile()
+    last_tokens = jax.ShapeDtypeStruct((spec.config.max_rows,), jnp.int32, sharding=replicated(spec.mesh))
+    out = (replicated(spec.mesh), layout.sharding(spec.mesh), replicated(spec.mesh))
+    jitted = jax.jit(step, donate_argnums=(1, 2), out_shardings=out)
+    lowered = jitted.lower(leaves, layout.abstract(num_blocks, spec.mesh), last_tokens, packed)
+    return lowered.compile(compiler_options=_compiler_options(spec))
+
+
+def _compiler_options(spec: RunnerSpec) -> dict[str, Any]:
+    """XLA options of a step."""
+    if spec.mesh.devices.flat[0].platform != "gpu":
+        return {}
+    # The memory that XLA plans with, in percent. It takes every update of the cache for a copy, finds several times
+    # the device's memory in use, and tries for minutes to compute values twice in order to save some.
+    options: dict[str, Any] = {"xla_gpu_memory_limit_slop_factor": 10_000}
+    if spec.config.enforce_eager:
+        # Programs are compiled when the cache has taken the memory in which XLA would compare implementations.
+        options["xla_gpu_autotune_level"] = 0
+    return options

@@ -2,7 +2,7 @@
 
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from jaxllm.cache.block_pool import BlockPool
@@ -23,6 +23,9 @@ class Scheduler:
 
     All but the latest running request have exactly one token to compute: a prompt too long for the budget that is
     left keeps everybody behind it waiting. With no more running rows than budget tokens, each gets at least one.
+
+    A step that is under way may still write to blocks that were given back meanwhile. Later steps run after it on the
+    device, and whoever takes the blocks writes before he reads.
     """
 
     def __init__(
@@ -34,10 +37,12 @@ class Scheduler:
         max_model_len: int,
         block_size: int,
         enable_prefix_caching: bool,
+        iterations: Callable[[int], int] = lambda rows: 1,
     ) -> None:
         """Schedules steps of at most `max_num_batched_tokens` tokens in at most `max_num_seqs` rows.
 
         Prompt and output of a request have at most `max_model_len` tokens together. Blocks hold `block_size` tokens.
+        `iterations` says how many decode steps of so many rows may run as one, on the device.
         Raises ValueError when a limit is not positive or `max_model_len` leaves no room for prompt and output.
         """
         for name, value, least in (
@@ -59,6 +64,8 @@ class Scheduler:
         self._prefix = PrefixCache(pool, block_size) if enable_prefix_caching else None
         self._waiting: OrderedDict[str, Request] = OrderedDict()
         self._running: dict[str, Request] = {}  # in order of admission, which is the order of arrival
+        self._seats = list(range(self.max_num_seqs - 1, -1, -1))  # free ones, the lowest last
+        self._iterations = iterations
         self._stats = SchedulerStats()
 
     @property
@@ -102,6 +109,7 @@ class Scheduler:
         room for one token within `max_model_len` or does not fit into the whole block pool.
         """
         self.check(request)
+        request.max_tokens = min(self._max_tokens, request.num_prompt_tokens + request.params.max_tokens)
         self._waiting[request.request_id] = request
 
     def abort(self, request_id: str) -> Request | None:
@@ -128,68 +136,151 @@ class Scheduler:
         self._stats.finished += 1
 
     def schedule(self) -> Step | None:
-        """The next step, None when nothing is unfinished.
+        """The next step; None when nothing is unfinished, or all that is waits for results of earlier steps.
 
-        Changes no computed or known token: a step that failed may be scheduled again. The block tables that the step
-        needs are those of its requests now; read them before the next call.
+        Steps may be scheduled before the results of earlier ones are known: what they compute and sample is counted
+        as scheduled and pending. Complete them in the same order. The block tables that the step needs are those of
+        its requests now; read them before the next call.
         """
+        # A request whose last token is on its way has nothing to compute: that token is never fed back.
+        ready = [
+            request
+            for request in self._running.values()
+            if len(request.token_ids) + request.num_pending_tokens < request.max_tokens
+            or not request.num_pending_tokens
+        ]
+        step = self._loop(ready) or self._mixed(ready)
+        if step is not None:
+            self._stats.steps += 1
+            self._stats.scheduled_tokens += sum(row.num_tokens for row in step.rows)
+        return step
+
+    def _loop(self, ready: list[Request]) -> Step | None:
+        """Several decode steps at once, where nobody waits for the end of one and there are blocks for all of them."""
+        iterations = self._iterations(len(ready)) if ready else 1
+        if iterations == 1 or self._can_admit():
+            return None
+        size, needed, counts = self.block_size, 0, []
+        for request in ready:
+            total = len(request.token_ids) + request.num_pending_tokens
+            if total - request.num_scheduled_tokens != 1:
+                return None
+            count = min(iterations, request.max_tokens - total)
+            if count < iterations and self._waiting:
+                return None  # its end makes room
+            missing = -(-(total - 1 + count) // size) - len(request.block_table)
+            needed += missing if missing > 0 else 0
+            counts.append(count)
+        if needed > self.pool.num_free:
+            return None
+        rows = []
+        for request, count in zip(ready, counts, strict=True):
+            start = request.num_scheduled_tokens
+            if start + count > len(request.block_table) * size:
+                self._extend(request, start + count)
+            request.num_scheduled_tokens = start + count
+            request.num_pending_tokens += count
+            rows.append(ScheduledRow(request, start, count, count, request.num_preemptions))
+        return Step(tuple(rows), len(rows), decode_only=True, iterations=iterations)
+
+    def _mixed(self, ready: list[Request]) -> Step | None:
+        """One step of chunks and single tokens, of those that run and of those that can be admitted."""
         singles: list[ScheduledRow] = []
         chunks: list[ScheduledRow] = []
         budget = self.max_num_batched_tokens
         size = self.block_size
         preemptions = self._stats.preemptions
-        for request in list(self._running.values()):
+
+        def add(request: Request) -> int:
+            start = request.num_scheduled_tokens
+            remaining = len(request.token_ids) + request.num_pending_tokens - start
+            n = min(remaining, budget)
+            samples = int(n == remaining)
+            request.num_scheduled_tokens = start + n
+            request.num_pending_tokens += samples
+            row = ScheduledRow(request, start, n, samples, request.num_preemptions)
+            (singles if n == 1 else chunks).append(row)
+            return n
+
+        for request in ready:
             if request.status is not RequestStatus.RUNNING:
                 break  # preempted for an older row, and so is everything behind it
-            start = request.num_computed_tokens
-            remaining = len(request.token_ids) - start
-            n = remaining if remaining < budget else budget
-            if start + n > len(request.block_table) * size and not self._extend(request, start + n):
+            if not budget:
+                break  # after steps that failed: older prompts are computed again first
+            start = request.num_scheduled_tokens
+            end = start + min(len(request.token_ids) + request.num_pending_tokens - start, budget)
+            if end > len(request.block_table) * size and not self._extend(request, end):
                 break
-            budget -= n
-            (singles if n == 1 else chunks).append(ScheduledRow(request, start, n, n == remaining))
+            budget -= add(request)
         if self._stats.preemptions == preemptions:  # who is admitted now would be the next one preempted
-            while budget and self._waiting and len(self._running) < self.max_num_seqs:
+            while budget and self._waiting and self._seats:
                 request = next(iter(self._waiting.values()))
                 if not self._admit(request):
                     break
-                start = request.num_computed_tokens
-                remaining = request.num_tokens - start
-                n = min(remaining, budget)
-                budget -= n
-                (singles if n == 1 else chunks).append(ScheduledRow(request, start, n, n == remaining))
+                budget -= add(request)
         if not singles and not chunks:
             return None
-        num_tokens = self.max_num_batched_tokens - budget
-        self._stats.steps += 1
-        self._stats.scheduled_tokens += num_tokens
-        return Step(rows=(*singles, *chunks), num_tokens=num_tokens, decode_only=not chunks)
+        return Step((*singles, *chunks), self.max_num_batched_tokens - budget, decode_only=not chunks)
 
-    def complete(self, step: Step, tokens: Sequence[int]) -> list[Request]:
-        """Takes the results of `step`; `tokens[i]` was sampled for `step.rows[i]`, and counts if the row samples.
+    def complete(self, step: Step, tokens: Sequence[Sequence[int]]) -> list[tuple[Request, int]]:
+        """Takes the results of `step`; `tokens[i]` are those that `step.rows[i]` sampled, in order.
 
-        Rows whose request ended or lost its blocks since are skipped. Returns the requests that got a token, some of
-        them finished by it. Raises ValueError, with nothing changed, when the number of tokens is wrong or the step
-        was completed before.
+        Rows whose request ended or lost its blocks since are skipped, and so are tokens after the one that ends a
+        request. Returns the requests that got tokens and how many, some of them finished by the last. Raises
+        ValueError, with nothing changed, when the number of tokens is wrong or the step was completed before.
         """
         rows = step.rows
         if len(tokens) != len(rows):
-            raise ValueError(f"{len(tokens)} tokens for a step of {len(rows)} rows; give one for every row")
+            raise ValueError(f"tokens for {len(tokens)} rows, but the step has {len(rows)}; give some for every row")
         running = RequestStatus.RUNNING
-        live = [(row, token) for row, token in zip(rows, tokens, strict=True) if row.request.status is running]
-        for row, _ in live:
+        live = [
+            (row, sampled)
+            for row, sampled in zip(rows, tokens, strict=True)
+            if row.request.status is running and row.request.num_preemptions == row.epoch
+        ]
+        for row, sampled in live:
             if row.start != row.request.num_computed_tokens:
                 raise ValueError(
                     f"request {row.request.request_id!r}: the step begins at token {row.start}, "
                     f"{row.request.num_computed_tokens} are computed; complete every step once and in order"
                 )
+            if len(sampled) < row.num_samples:
+                raise ValueError(
+                    f"request {row.request.request_id!r}: {len(sampled)} tokens, but the row samples {row.num_samples}"
+                )
         received = []
-        for row, token in live:
-            self._commit(row)
-            if row.samples:
-                self._append(row.request, token)
-                received.append(row.request)
+        for row, sampled in live:
+            request, computed = row.request, row.start + row.num_tokens - row.num_samples
+            if not row.num_samples:
+                self._commit(request, computed)
+                continue
+            before = len(request.token_ids)
+            for token in sampled[: row.num_samples]:
+                computed += 1
+                self._commit(request, computed)
+                request.num_pending_tokens -= 1
+                if self._append(request, token):
+                    break
+            received.append((request, len(request.token_ids) - before))
         return received
+
+    def cut(self, request: Request, num_tokens: int, stop_reason: str) -> None:
+        """Ends `request` by a stop string after its first `num_tokens` tokens, and drops those behind them.
+
+        It may have ended already by a token that came in the same step.
+        """
+        self._stats.output_tokens -= len(request.token_ids) - num_tokens
+        del request.token_ids[num_tokens:]
+        if request.is_finished:
+            request.finish_reason, request.stop_reason = "stop", stop_reason
+        else:
+            self.finish(request, "stop", stop_reason)
+
+    def forget_steps(self) -> None:
+        """The steps under way have failed and will not be completed: what they computed is scheduled again."""
+        for request in self._running.values():
+            request.num_scheduled_tokens = request.num_computed_tokens
+            request.num_pending_tokens = 0
 
     def forget_kv(self) -> None:
         """The KV array has lost its content: whatever runs is computed again, and no prefix is found any more."""
@@ -198,10 +289,9 @@ class Scheduler:
             self._preempt(request)
         self.pool.free(self.pool.allocate(self.pool.num_blocks))  # evicts every block that could be found
 
-    def _commit(self, row: ScheduledRow) -> None:
-        """The KV of the row's tokens has been written: later steps read it, and full blocks can be found."""
-        request, start, num_tokens, _ = row
-        request.num_computed_tokens = computed = start + num_tokens
+    def _commit(self, request: Request, computed: int) -> None:
+        """The KV of the first `computed` tokens has been written: full blocks can be found."""
+        request.num_computed_tokens = computed
         if self._prefix is None:
             return
         size = self.block_size
@@ -210,19 +300,26 @@ class Scheduler:
             request.content_id = self._prefix.register(request.content_id, tokens, request.block_table[i])
             request.num_registered_blocks = i + 1
 
-    def _append(self, request: Request, token: int) -> None:
-        """Adds a sampled token and ends the request if it was the last."""
-        request.append(token)
+    def _append(self, request: Request, token: int) -> bool:
+        """Adds a sampled token; True, with the request ended, if it was the last."""
+        request.token_ids.append(token)
         self._stats.output_tokens += 1
-        reason = request.check_stop(self._max_tokens)
+        reason = request.check_stop()
         if reason is None:
-            return
+            return False
         if reason == "length" and request.num_output_tokens < request.params.max_tokens and self._pool_limits:
             logger.warning(
                 "request %r ends after %d tokens: it fills all %d KV-cache blocks of %d tokens",
                 request.request_id, request.num_tokens, self.pool.num_blocks, self.block_size,
             )  # fmt: skip
         self.finish(request, reason)
+        return True
+
+    def _can_admit(self) -> bool:
+        """Whether the front of the queue could be admitted even without prefix hits."""
+        if not self._waiting or not self._seats:
+            return False
+        return self._blocks_for(next(iter(self._waiting.values())).num_tokens) <= self.pool.num_free
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -269,7 +366,8 @@ class Scheduler:
             return False
         self.pool.share(hits)
         request.block_table = hits + self.pool.allocate(needed)
-        request.num_computed_tokens = len(hits) * self.block_size
+        request.num_computed_tokens = request.num_scheduled_tokens = len(hits) * self.block_size
+        request.seat = self._seats.pop()
         request.num_registered_blocks = len(hits)
         request.content_id = content_id
         request.status = RequestStatus.RUNNING
@@ -284,9 +382,12 @@ class Scheduler:
         return True
 
     def _release(self, request: Request) -> None:
-        """Gives all blocks back; nothing of the request is computed any more."""
+        """Gives blocks and seat back; nothing of the request is computed any more."""
         self.pool.free(request.block_table)
         request.block_table = []
-        request.num_computed_tokens = 0
+        if request.seat is not None:
+            self._seats.append(request.seat)
+            request.seat = None
+        request.num_computed_tokens = request.num_scheduled_tokens = request.num_pending_tokens = 0
         request.num_registered_blocks = 0
         request.content_id = ROOT

@@ -7,23 +7,36 @@ from jaxllm.engine.request import Request
 
 
 class ScheduledRow(NamedTuple):
-    """Tokens `start` .. `start + num_tokens - 1` of one request; every one of their slots is allocated."""
+    """Tokens `start` .. `start + num_tokens - 1` of one request; every one of their slots is allocated.
+
+    The first of them is known to the host, or the request's last token in the state on the device. In a step of
+    several iterations each computes one token and samples the next.
+    """
 
     request: Request
     start: int
     num_tokens: int
-    samples: bool
-    """Whether the row reaches the end of its known tokens, so that its last logits give the next one."""
+    num_samples: int
+    """Tokens that it samples: none before the end of a prompt; one; or one for each iteration it takes part in."""
+    epoch: int
+    """`Request.num_preemptions` when it was scheduled: results count only if it has not changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The rows of one step: those with a single token first, each group in order of arrival."""
+    """The rows of one step: those with a single token first, each group in order of arrival.
+
+    Attributes:
+        rows: what is computed.
+        num_tokens: tokens of the first iteration.
+        decode_only: every row has one token in an iteration.
+        iterations: decode steps that run one after the other on the device.
+    """
 
     rows: tuple[ScheduledRow, ...]
     num_tokens: int
     decode_only: bool
-    """Every row has one token."""
+    iterations: int = 1
 
 
 @dataclass(slots=True)
@@ -31,6 +44,7 @@ class SchedulerStats:
     """Counters since the scheduler was built, and what it holds now."""
 
     steps: int = 0
+    """Steps handed out; one of several iterations counts once."""
     scheduled_tokens: int = 0
     admissions: int = 0
     """First admissions and returns after preemption."""

@@ -1,7 +1,7 @@
 """Shapes of compiled steps, and the one int32 buffer in which a step travels to the device."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import NamedTuple
@@ -11,71 +11,136 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int, Int32
 
-from jaxllm.engine.step import ScheduledRow, Step
-from jaxllm.layers.paged_attention import PagedBatch
-from jaxllm.sampling.sampler import SamplingInputs, SamplingMode
+from jaxllm.engine.seats import ROW_PARAMS, Seats
+from jaxllm.engine.step import Step
+from jaxllm.sampling.inputs import SamplingInputs
+from jaxllm.sampling.sampler import SamplingMode
+from jaxllm.sampling.variant import PLAIN, SamplerVariant
 from jaxllm.sampling_params import MAX_SUPPRESSED_IDS
 
-_LARGEST_FLOAT = float(np.finfo(np.float32).max)
-_LARGEST = int(np.iinfo(np.int32).max)
-_NO_TOKEN = np.int32(_LARGEST)
+_ALIGNMENT = 64
+"""Fields begin at multiples of 256 bytes: XLA hands a field to a kernel where it lies, and kernels refuse others."""
+
+_ROW_FIELDS = ("context_len", "seat", "on_device", "samples", "suppress")
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class StepShape:
     """Shape of one compiled program.
 
     Attributes:
-        tokens: flattened tokens.
+        tokens: flattened tokens of an iteration.
         rows: requests.
         decode: every row has one token; else rows may have chunks of any length.
         blocks_per_row: columns of the block tables.
+        iterations: decode steps that one call runs.
+        sampler: what the sampler has; None: all of it, chosen on the device by the step's `SamplingMode`.
     """
 
     tokens: int
     rows: int
     decode: bool
     blocks_per_row: int
+    iterations: int = 1
+    sampler: SamplerVariant | None = None
 
     @property
     def name(self) -> str:
-        """`decode[rows]` or `mixed[tokens]`."""
-        return f"decode[{self.rows}]" if self.decode else f"mixed[{self.tokens}]"
+        """`decode[rows]`, `decode[rows]x iterations` or `mixed[tokens]`; with the sampler where it is not plain."""
+        loop = f"x{self.iterations}" if self.iterations > 1 else ""
+        sampler = "" if self.sampler in (None, PLAIN) else f" {self.sampler.name}"
+        return (f"decode[{self.rows}]{loop}" if self.decode else f"mixed[{self.tokens}]") + sampler
 
 
 class StepShapes:
-    """The shapes that are compiled: few, each four times the one before, the last exactly the cap."""
+    """The shapes that are compiled: few, each some times the one before, the last exactly the cap.
 
-    def __init__(self, max_num_batched_tokens: int, max_rows: int, max_model_len: int, block_size: int):
+    Args:
+        max_num_batched_tokens: most tokens of a step.
+        max_rows: most rows of a step.
+        max_model_len: most tokens of a row.
+        block_size: tokens per KV block.
+        growth: from one shape to the next. More shapes waste less on padding and take longer to compile.
+        iterations: decode steps that a program of so many rows runs.
+        samplers: variants of the sampler that are compiled for every size, each covering the one before.
+    """
+
+    def __init__(
+        self,
+        max_num_batched_tokens: int,
+        max_rows: int,
+        max_model_len: int,
+        block_size: int,
+        growth: int = 4,
+        iterations: Callable[[int], int] = lambda rows: 1,
+        samplers: tuple[SamplerVariant, ...] | tuple[None] = (None,),
+    ):
+        self.samplers = samplers
         width = -(-max_model_len // block_size)
-        self.decode = [StepShape(n, n, True, width) for n in _buckets(1, 8, max_rows)]
-        self.mixed = [StepShape(n, min(n, max_rows), False, width) for n in _buckets(None, 64, max_num_batched_tokens)]
+        rows = [*([1] if max_rows > 1 else []), *_buckets(8, growth, max_rows)]
+        last = samplers[-1]
+        self.decode = [StepShape(n, n, True, width, iterations(n), last) for n in rows]
+        self.mixed = [
+            StepShape(n, min(n, max_rows), False, width, sampler=last)
+            for n in _buckets(64, growth, max_num_batched_tokens)
+        ]
 
     def all(self) -> list[StepShape]:
         """Every shape, the largest first."""
-        return sorted(self.decode + self.mixed, reverse=True)
+        sizes = sorted(
+            self.decode + self.mixed, key=lambda shape: (shape.tokens, shape.rows, shape.decode), reverse=True
+        )
+        return [replace(shape, sampler=sampler) for shape in sizes for sampler in self.samplers]
 
-    def fitting(self, step: Step) -> StepShape:
-        """The smallest shape that holds `step`."""
-        family, size = (self.decode, len(step.rows)) if step.decode_only else (self.mixed, step.num_tokens)
-        return next(shape for shape in family if shape.tokens >= size)
+    def iterations(self, rows: int) -> int:
+        """Decode steps that the program for so many rows runs in one call."""
+        return next(shape.iterations for shape in self.decode if shape.rows >= rows)
+
+    def fitting(self, step: Step, level: int = -1) -> StepShape:
+        """The smallest shape that holds `step`; one decode step where programs run several is a mixed step.
+
+        Args:
+            step: to run.
+            level: which of the samplers its rows need.
+        """
+        if step.decode_only and step.iterations == self.iterations(len(step.rows)):
+            size = next(shape for shape in self.decode if shape.rows >= len(step.rows))
+        else:
+            size = next(shape for shape in self.mixed if shape.tokens >= step.num_tokens)
+        return replace(size, sampler=self.samplers[level])
 
 
-def _buckets(single: int | None, smallest: int, cap: int) -> list[int]:
-    sizes = [] if single is None or single >= cap else [single]
+def _buckets(smallest: int, growth: int, cap: int) -> list[int]:
+    sizes = []
     while smallest < cap:
         sizes.append(smallest)
-        smallest *= 4
+        smallest *= growth
     return [*sizes, cap]
 
 
-class StepInputs(NamedTuple):
-    """A step on the device."""
+class StepFields(NamedTuple):
+    """A step on the device, as it was packed.
+
+    Attributes:
+        tokens: known input tokens; for rows whose token is in the state on the device, anything.
+        cu_q_lens: row r owns the tokens `cu_q_lens[r]` to `cu_q_lens[r + 1]`. Decode steps: one token a row.
+        block_tables: blocks of each row.
+        context_len: tokens of each row's context, the first iteration's included; 0 for padding rows.
+        seat: each row's index in the state; past its end for padding rows.
+        on_device: 1 where the row's last token is in the state.
+        samples: tokens that the row samples.
+        suppress: of those, how many must not be one that ends the request.
+        sampling: parameters of the draw; `suppressed` are all ids that end the request.
+    """
 
     tokens: Int[Array, "tokens"]
-    positions: Int[Array, "tokens"]
-    last_token: Int[Array, "rows"]  # index of each row's last token, whose logits give the next one
-    batch: PagedBatch
+    cu_q_lens: Int[Array, "rows_plus_1"]
+    block_tables: Int[Array, "rows blocks_per_row"]
+    context_len: Int[Array, "rows"]
+    seat: Int[Array, "rows"]
+    on_device: Int[Array, "rows"]
+    samples: Int[Array, "rows"]
+    suppress: Int[Array, "rows"]
     sampling: SamplingInputs
 
 
@@ -88,103 +153,83 @@ class PackedLayout:
             "mode": (1,),
             "tokens": (shape.tokens,),
             "cu_q_lens": (rows + 1,),
-            "context_lens": (rows,),
+            "row": (len(_ROW_FIELDS), rows),
+            "params": (rows, ROW_PARAMS),
             "block_tables": (rows, shape.blocks_per_row),
-            "temperature": (rows,),
-            "top_k": (rows,),
-            "top_p": (rows,),
-            "min_p": (rows,),
-            "seed": (rows, 2),
-            "suppressed": (rows, MAX_SUPPRESSED_IDS),
         }
         self.step_shape = shape
         self.fields: dict[str, tuple[slice, tuple[int, ...]]] = {}
         start = 0
         for name, field_shape in fields.items():
             self.fields[name] = (slice(start, start + prod(field_shape)), field_shape)
-            start += prod(field_shape)
+            start += -(-prod(field_shape) // _ALIGNMENT) * _ALIGNMENT
         self.size = start
 
-    def pack(self, step: Step) -> Int32[np.ndarray, "size"]:
-        """Write a step into a new buffer; rows and tokens beyond the step's are padding."""
+    def empty(self) -> tuple[Int32[np.ndarray, "size"], dict[str, np.ndarray]]:
+        """A buffer without rows, and views of its fields by name; those of `row` by their own names."""
         buffer = np.zeros(self.size, np.int32)
         view = {name: buffer[where].reshape(shape) for name, (where, shape) in self.fields.items()}
+        view |= dict(zip(_ROW_FIELDS, view.pop("row"), strict=True))
+        view["seat"][:] = np.iinfo(np.int32).max
+        return buffer, view
+
+    def pack(self, step: Step, seats: Seats) -> Int32[np.ndarray, "size"]:
+        """Write a step into a new buffer; rows and tokens beyond the step's are padding."""
+        buffer, view = self.empty()
         rows, count = step.rows, len(step.rows)
-        lengths = np.fromiter((row.num_tokens for row in rows), np.int32, count)
-        starts = np.fromiter((row.start for row in rows), np.int32, count)
+        seat = seats.update(rows)
+        view["seat"][:count] = seat
+        view["params"][:count] = seats.params[seat]
+        view["block_tables"][:count] = seats.block_tables[seat]
+        first = 1 if step.iterations > 1 else None  # tokens of the first iteration
+        lengths = np.fromiter((first or row.num_tokens for row in rows), np.int32, count)
+        view["context_len"][:count] = np.fromiter((row.start for row in rows), np.int32, count) + lengths
+        view["samples"][:count] = np.fromiter((row.num_samples for row in rows), np.int32, count)
         ends = np.cumsum(lengths)
         view["cu_q_lens"][1 : count + 1] = ends
         view["cu_q_lens"][count + 1 :] = ends[-1]
-        view["context_lens"][:count] = starts + lengths
-        tokens, tables = view["tokens"], view["block_tables"]
-        for i, (row, end) in enumerate(zip(rows, ends, strict=True)):
-            tokens[end - row.num_tokens : end] = row.request.token_ids[row.start : row.start + row.num_tokens]
-            table = row.request.block_table
-            tables[i, : len(table)] = table
-        self._pack_sampling(view, rows)
+        tokens, on_device, suppress = view["tokens"], view["on_device"], view["suppress"]
+        for i, (row, end, length) in enumerate(zip(rows, ends.tolist(), lengths.tolist(), strict=True)):
+            request = row.request
+            known = request.token_ids[row.start : row.start + length]
+            tokens[end - length : end - length + len(known)] = known
+            on_device[i] = len(known) < length
+            if request.params.min_tokens:
+                sampled = request.num_output_tokens + request.num_pending_tokens - row.num_samples
+                suppress[i] = max(0, request.params.min_tokens - sampled)
+        view["mode"][0] = np.max(seats.modes[seat], where=view["samples"][:count] > 0, initial=SamplingMode.GREEDY)
         return buffer
 
-    @staticmethod
-    def _pack_sampling(view: dict[str, np.ndarray], rows: Sequence[ScheduledRow]) -> None:
-        count = len(rows)
-        params = [row.request.params for row in rows]
-        for name in ("temperature", "top_p", "min_p"):
-            values = np.fromiter((min(getattr(p, name), _LARGEST_FLOAT) for p in params), np.float32, count)
-            view[name][:count] = values.view(np.int32)
-        view["top_k"][:count] = np.fromiter((min(p.top_k, _LARGEST) for p in params), np.int32, count)
-        seeds = np.fromiter((row.request.seed for row in rows), np.int64, count).view(np.uint64)
-        view["seed"][:count, 0] = (seeds >> np.uint64(32)).astype(np.uint32).view(np.int32)
-        view["seed"][:count, 1] = (seeds & np.uint64(0xFFFFFFFF)).astype(np.uint32).view(np.int32)
-        view["suppressed"][:] = _NO_TOKEN
-        mode = SamplingMode.GREEDY
-        for i, row in enumerate(rows):
-            if row.samples:
-                ids = row.request.suppressed_ids()
-                view["suppressed"][i, : len(ids)] = ids
-                p = row.request.params
-                mode = max(
-                    mode,
-                    SamplingMode.GREEDY
-                    if p.greedy
-                    else SamplingMode.FILTERED
-                    if p.filtered
-                    else SamplingMode.TEMPERATURE,
-                )
-        view["mode"][0] = mode
-
-    def unpack(self, buffer: Int32[Array, "size"], num_slots: int, block_size: int) -> StepInputs:
-        """Read the buffer inside a program, and derive what follows from it: positions and slots of the tokens.
-
-        Args:
-            buffer: as `pack` made it.
-            num_slots: slots of the cache; padding tokens get distinct slots from there on.
-            block_size: tokens per block.
-        """
+    def unpack(self, buffer: Int32[Array, "size"]) -> StepFields:
+        """Read the buffer inside a program."""
         field = {name: buffer[where].reshape(shape) for name, (where, shape) in self.fields.items()}
-        cu_q_lens, context_lens = field["cu_q_lens"], field["context_lens"]
-        index = jnp.arange(self.step_shape.tokens)
-        row = jnp.sum(cu_q_lens[None, 1:] <= index[:, None], axis=1)
-        real = row < self.step_shape.rows
-        row = jnp.minimum(row, self.step_shape.rows - 1)
-        positions = jnp.where(real, context_lens[row] - cu_q_lens[row + 1] + index, 0)
-        block = field["block_tables"][row, positions // block_size]
-        slots = jnp.where(real, block * block_size + positions % block_size, num_slots + index)
-        batch = PagedBatch(slots, field["block_tables"], context_lens, cu_q_lens)
+        row = dict(zip(_ROW_FIELDS, field["row"], strict=True))
+        params = field["params"]
 
-        def floats(name: str) -> Array:
-            return lax.bitcast_convert_type(field[name], jnp.float32)
+        def floats(column: int) -> Array:
+            return lax.bitcast_convert_type(params[:, column], jnp.float32)
 
         sampling = SamplingInputs(
-            temperature=floats("temperature"),
-            top_k=field["top_k"],
-            top_p=floats("top_p"),
-            min_p=floats("min_p"),
-            seed=lax.bitcast_convert_type(field["seed"], jnp.uint32),
-            position=context_lens,
-            suppressed=field["suppressed"],
+            temperature=floats(0),
+            top_p=floats(1),
+            min_p=floats(2),
+            top_k=params[:, 3],
+            seed=lax.bitcast_convert_type(params[:, 4:6], jnp.uint32),
+            suppressed=params[:, 6 : 6 + MAX_SUPPRESSED_IDS],
+            position=row["context_len"],
             mode=field["mode"][0],
         )
-        return StepInputs(field["tokens"], positions, jnp.maximum(cu_q_lens[1:] - 1, 0), batch, sampling)
+        return StepFields(
+            field["tokens"],
+            field["cu_q_lens"],
+            field["block_tables"],
+            row["context_len"],
+            row["seat"],
+            row["on_device"],
+            row["samples"],
+            row["suppress"],
+            sampling,
+        )
 
     @cached_property
     def nbytes(self) -> int:

@@ -4,18 +4,20 @@ import os
 from collections.abc import Callable, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Int32
 
 from jaxllm.cache.kv_array import KVLayout
 from jaxllm.engine.programs import Program, Programs
+from jaxllm.engine.request import Request
+from jaxllm.engine.seats import row_params
 from jaxllm.engine.step_shape import PackedLayout, StepShape, StepShapes
 from jaxllm.memory.report import ProgramReport
 from jaxllm.memory.warmup import measure_programs
 from jaxllm.parallel.mesh import replicated
 from jaxllm.sampling.sampler import SamplingMode
+from jaxllm.sampling_params import SamplingParams
 
 WARM_UP_BLOCKS = 8
 """Blocks of the cache that programs are measured with. What they need does not depend on it; `verify` checks that."""
@@ -27,6 +29,7 @@ def measure(
     weights: tuple[jax.Array, ...],
     layout: KVLayout,
     mesh: Mesh,
+    num_seats: int,
     shapes: Sequence[StepShape],
     max_model_len: int,
     compile_for: CompileFor,
@@ -39,13 +42,14 @@ def measure(
         weights: the model's arrays.
         layout: of the KV cache.
         mesh: that it all lies on.
+        num_seats: requests that the state on the device has room for.
         shapes: to measure; `largest` names those that could need the most.
         max_model_len: most tokens of a row.
         compile_for: given a number of KV blocks, a function that compiles a shape.
     """
     programs = Programs(compile_for(WARM_UP_BLOCKS))
     programs.prepare(list(shapes), workers=min(len(shapes), os.cpu_count() or 1))
-    cache = _Cache(layout, mesh)
+    cache = _Cache(layout, mesh, num_seats)
     runs = {shape.name: cache.run(weights, programs[shape], max_model_len) for shape in shapes}
     local = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
     reports = measure_programs(local, {shape.name: programs[shape].compiled for shape in shapes}, runs)
@@ -62,20 +66,22 @@ def largest(shapes: StepShapes) -> list[StepShape]:
 class _Cache:
     """A small KV cache, handed from run to run: every program takes it by donation."""
 
-    def __init__(self, layout: KVLayout, mesh: Mesh):
-        self.layout, self.mesh = layout, mesh
+    def __init__(self, layout: KVLayout, mesh: Mesh, num_seats: int):
+        self.layout, self.mesh, self.num_seats = layout, mesh, num_seats
         self.kv = layout.allocate(WARM_UP_BLOCKS, mesh)
         self.sharding = replicated(mesh)
 
     def run(self, weights: tuple[jax.Array, ...], program: Program, max_model_len: int) -> Callable[[], None]:
         """A function that runs `program` once and waits. Its input lies on the device before, and is no part of it."""
         packed = jax.device_put(worst_step(program.layout, max_model_len), self.sharding)
+        last_tokens = jax.device_put(np.zeros(self.num_seats, np.int32), self.sharding)
 
         def once() -> None:
             if self.kv.is_deleted():  # by a run that did not fit
                 self.kv = self.layout.allocate(WARM_UP_BLOCKS, self.mesh)
-            tokens, self.kv = program.compiled(weights, self.kv, packed)
-            jax.block_until_ready((tokens, self.kv))
+            nonlocal last_tokens
+            tokens, self.kv, last_tokens = program.compiled(weights, self.kv, last_tokens, packed)
+            jax.block_until_ready((tokens, self.kv, last_tokens))
 
         return once
 
@@ -88,20 +94,11 @@ def worst_step(layout: PackedLayout, max_model_len: int) -> Int32[np.ndarray, "s
     shape = layout.step_shape
     length = 1 if shape.decode else min(shape.tokens, max_model_len)
     rows = min(shape.tokens // length, shape.rows)
-    buffer = np.zeros(layout.size, np.int32)
-    view = {name: buffer[where].reshape(dims) for name, (where, dims) in layout.fields.items()}
+    buffer, view = layout.empty()
     view["cu_q_lens"][1:] = length * np.minimum(np.arange(1, shape.rows + 1), rows)
-    view["context_lens"][:rows] = length
+    view["context_len"][:rows] = length
+    view["samples"][:rows] = shape.iterations
     view["mode"][0] = max(SamplingMode)
-    for name, value in (("temperature", 1.0), ("top_p", 0.9), ("min_p", 0.01)):
-        view[name][:] = np.float32(value).view(np.int32)
-    view["top_k"][:] = 20
-    view["suppressed"][:] = jnp.iinfo(jnp.int32).max
-    return buffer
-
-
-def empty_step(layout: PackedLayout, mode: SamplingMode) -> Int32[np.ndarray, "size"]:
-    """A step without rows: it touches no block, and runs the sampler in `mode` on rows that nobody reads."""
-    buffer = np.zeros(layout.size, np.int32)
-    buffer[layout.fields["mode"][0]] = mode
+    params = SamplingParams(temperature=1.0, top_k=20, top_p=0.9, min_p=0.01)
+    view["params"][:] = row_params(Request("", [0], params))
     return buffer

@@ -43,7 +43,7 @@ class PagedBatch(NamedTuple):
 
 def write_kv(
     kv: Float[Array, "layers 2 blocks kv_heads block_size head_dim"],
-    layer: int,
+    layer: int | Int[Array, ""],
     k: Float[Array, "tokens kv_heads head_dim"],
     v: Float[Array, "tokens kv_heads head_dim"],
     slots: Int[Array, "tokens"],
@@ -100,7 +100,7 @@ def _tiles_per_step(tile: int, tiles: int) -> int:
 def paged_attention(
     q: Float[Array, "tokens heads head_dim"],
     kv: Float[Array, "layers 2 blocks kv_heads block_size head_dim"],
-    layer: int,
+    layer: int | Int[Array, ""],
     block_tables: Int[Array, "rows blocks_per_row"],
     tiles: QueryTiles,
 ) -> Float[Array, "tokens heads head_dim"]:
@@ -136,7 +136,7 @@ def paged_attention(
 def _attend_tiles(
     q: Float[Array, "tiles tile heads head_dim"],
     kv: Float[Array, "layers 2 blocks kv_heads block_size head_dim"],
-    layer: int,
+    layer: int | Int[Array, ""],
     tables: Int[Array, "tiles blocks_per_row"],
     position: Int[Array, "tiles tile"],
 ) -> Float[Array, "tiles tile heads head_dim"]:

@@ -9,8 +9,9 @@ The module is used three ways, which share every layer and differ in how attenti
 """
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -27,14 +28,14 @@ Cache = TypeVar("Cache")
 Rotation = tuple[Float[Array, "*positions half"], Float[Array, "*positions half"]]
 
 
-Attend = Callable[[int, Array, Array, Array, Cache], tuple[Array, Cache]]
+Attend = Callable[[int | Int[Array, ""], Array, Array, Array, Cache], tuple[Array, Cache]]
 """How attention finds its context: (layer, q, k, v, cache) -> (output, new cache).
 
 `q [..., heads, head_dim]`, `k` and `v [..., kv_heads, head_dim]`; the output has the shape of `q`.
 """
 
 
-def attend_densely(layer: int, q: Array, k: Array, v: Array, cache: None) -> tuple[Array, None]:
+def attend_densely(layer: int | Int[Array, ""], q: Array, k: Array, v: Array, cache: None) -> tuple[Array, None]:
     """Causal attention over the sequence itself, without a cache."""
     return causal_attention(q, k, v), cache
 
@@ -58,7 +59,12 @@ class SelfAttention(nnx.Module):
         self.head_dim = dim
 
     def __call__(
-        self, x: Float[Array, "*batch hidden"], angles: Rotation, layer: int, attend: Attend[Cache], cache: Cache
+        self,
+        x: Float[Array, "*batch hidden"],
+        angles: Rotation,
+        layer: int | Int[Array, ""],
+        attend: Attend[Cache],
+        cache: Cache,
     ) -> tuple[Float[Array, "*batch hidden"], Cache]:
         """Attention of one layer; `angles` are cosine and sine of the tokens' positions."""
         heads = (*x.shape[:-1], -1, self.head_dim)
@@ -95,7 +101,12 @@ class DecoderLayer(nnx.Module):
         self.mlp = MLP(config, dtype=dtype, rngs=rngs)
 
     def __call__(
-        self, x: Float[Array, "*batch hidden"], angles: Rotation, layer: int, attend: Attend[Cache], cache: Cache
+        self,
+        x: Float[Array, "*batch hidden"],
+        angles: Rotation,
+        layer: int | Int[Array, ""],
+        attend: Attend[Cache],
+        cache: Cache,
     ) -> tuple[Float[Array, "*batch hidden"], Cache]:
         """One block; see `SelfAttention` for the arguments."""
         attended, cache = self.self_attn(self.input_layernorm(x), angles, layer, attend, cache)
@@ -154,8 +165,15 @@ class Decoder(nnx.Module):
         """
         angles = self.angles(positions)
         x = self.embed_tokens(tokens)
+        graphdef = nnx.graphdef(self.layers[0])
+
+        # Traced and lowered once for all layers: for 28 of them that takes seconds, and threads cannot share it.
+        @jax.jit
+        def block(state: Any, index: Int[Array, ""], x: Array, cache: Any) -> tuple[Array, Any]:
+            return nnx.merge(graphdef, state)(x, angles, index, attend, cache)
+
         for index, layer in enumerate(self.layers):
-            x, cache = layer(x, angles, index, attend, cache)
+            x, cache = block(nnx.state(layer), jnp.int32(index), x, cache)
         return self.norm(x), cache
 
     def logits(self, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:

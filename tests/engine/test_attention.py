@@ -133,7 +133,7 @@ def test_the_kernels_do_what_xla_does(tiny: Callable[..., Path], decode: bool) -
     np.testing.assert_allclose(got, want, atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.parametrize("shape", [StepShape(8, 8, True, 16), StepShape(64, 8, False, 16)], ids=lambda s: s.name)
+@pytest.mark.parametrize("shape", [StepShape(8, 8, True, 16, 4), StepShape(64, 8, False, 16)], ids=lambda s: s.name)
 def test_a_whole_step_lowers_for_cuda(tiny: Callable[..., Path], shape: StepShape) -> None:
     config = resolve(str(tiny(head_dim=64))).config
     mesh = make_mesh(1)
@@ -144,7 +144,9 @@ def test_a_whole_step_lowers_for_cuda(tiny: Callable[..., Path], shape: StepShap
     step = step_function(
         weights, layout, shape, attention=Attention.MOSAIC_GPU, mesh=mesh, known_tokens=np.ones(config.vocab_size, bool)
     )
-    packed = jax.ShapeDtypeStruct((PackedLayout(shape).size,), jnp.int32, sharding=replicated(mesh))
-    traced = jax.jit(step, donate_argnums=1).trace(weights.leaves, layout.abstract(8, mesh), packed)
+    last_tokens, packed = (
+        jax.ShapeDtypeStruct((size,), jnp.int32, sharding=replicated(mesh)) for size in (8, PackedLayout(shape).size)
+    )
+    traced = jax.jit(step, donate_argnums=(1, 2)).trace(weights.leaves, layout.abstract(8, mesh), last_tokens, packed)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert ("paged_decode" in text) and ("ragged_prefill" in text) == (not shape.decode)

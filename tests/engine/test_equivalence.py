@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM, SamplingParams
+from jaxllm.engine.runner import shape_options
 
 NUM_REQUESTS = 200
 BASE = {
@@ -58,13 +59,21 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "tiny pool": {"num_kvcache_blocks": 60},
     "chunks of 32": {"max_num_batched_tokens": 32},
     "no prefix cache": {"enable_prefix_caching": False},
+    "loops, as on a GPU": {},
+    "loops, tiny pool": {"num_kvcache_blocks": 60},
 }
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_same_tokens_as_alone(
-    name: str, checkpoint: Path, requests: tuple[list[list[int]], list[SamplingParams]], alone: list[list[int]]
+    name: str,
+    checkpoint: Path,
+    requests: tuple[list[list[int]], list[SamplingParams]],
+    alone: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if "loops" in name:
+        monkeypatch.setattr("jaxllm.engine.runner.shape_options", lambda platform, of=shape_options: of("gpu"))
     options = CONFIGURATIONS[name]
     llm = LLM(str(checkpoint), **BASE | options)
     outputs = llm.generate(*requests, use_tqdm=False)
@@ -73,6 +82,7 @@ def test_same_tokens_as_alone(
 
     stats = llm.stats.scheduler
     assert stats.output_tokens == sum(map(len, alone))
+    assert (stats.steps < stats.output_tokens / 24) == ("loops" in name and "tiny" not in name)
     assert stats.running == stats.waiting == 0
     assert stats.free_blocks == llm.stats.num_kvcache_blocks
     assert (stats.preemptions > 20) == ("tiny pool" in name)

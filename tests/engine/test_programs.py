@@ -13,7 +13,9 @@ from jaxllm import LLM, SamplingParams
 from jaxllm.engine.engine import Engine
 from jaxllm.engine.request import Request
 from jaxllm.engine.runner import compile_step
+from jaxllm.engine.seats import Seats
 from jaxllm.engine.step import ScheduledRow, Step
+from jaxllm.engine.step_program import ragged_batch
 from jaxllm.engine.step_shape import PackedLayout, StepShape, StepShapes
 
 
@@ -89,13 +91,13 @@ def test_the_last_bucket_is_the_cap(tokens: int, rows: int) -> None:
         assert sizes == sorted(set(sizes)) and len(sizes) <= 2 + np.log2(cap)
     for n in {n for n in (1, 2, rows - 2, rows - 1, rows) if 1 <= n <= rows}:
         request = Request("r", [1], SamplingParams())
-        step = Step((ScheduledRow(request, 0, 1, True),) * n, n, True)
+        step = Step((ScheduledRow(request, 0, 1, 1, 0),) * n, n, True)
         assert shapes.fitting(step).rows >= n
 
 
 def test_packing_and_unpacking_a_step() -> None:
     """Every field that the device derives equals what the scheduler meant, row by row and token by token."""
-    block_size, num_slots = 16, 1000 * 16
+    block_size, num_blocks = 16, 1000
     rng = np.random.default_rng(0)
     rows = []
     for i, (start, count) in enumerate([(0, 1), (37, 1), (0, 20), (31, 2), (64, 16)]):
@@ -105,37 +107,51 @@ def test_packing_and_unpacking_a_step() -> None:
         )  # fmt: skip
         tokens = rng.integers(0, 300, start + count).tolist()
         request = Request(str(i), tokens, params, frozenset({399}), seed=int(rng.integers(-(2**62), 2**62)))
-        request.block_table = rng.choice(1000, -(-(start + count) // block_size), replace=False).tolist()
-        rows.append(ScheduledRow(request, start, count, samples=True))
+        request.block_table = rng.choice(num_blocks, -(-(start + count) // block_size), replace=False).tolist()
+        request.seat = (3 * i) % 8
+        if i == 1:
+            del request.token_ids[-1]  # sampled by a step that is under way
+            request.num_prompt_tokens -= 1
+            request.num_pending_tokens = 1
+        request.num_pending_tokens += 1  # what this step samples
+        rows.append(ScheduledRow(request, start, count, 1, 0))
     layout = PackedLayout(StepShape(64, 8, False, 12))
-    buffer = layout.pack(Step(tuple(rows), 40, False))
+    buffer = layout.pack(Step(tuple(rows), 40, False), Seats(8, 12))
     assert buffer.nbytes == layout.nbytes
-    inputs = jax.tree.map(np.asarray, jax.jit(layout.unpack, static_argnums=(1, 2))(buffer, num_slots, block_size))
+    assert all(where.start % 64 == 0 for where, _ in layout.fields.values())  # kernels take no others
 
+    def unpack(buffer: Any) -> Any:
+        fields = layout.unpack(buffer)
+        return fields, *ragged_batch(fields, num_blocks, block_size)
+
+    fields, all_positions, batch = jax.tree.map(np.asarray, jax.jit(unpack)(buffer))
     token = 0
     for i, row in enumerate(rows):
         request, end = row.request, row.start + row.num_tokens
         own = slice(token, token + row.num_tokens)
         positions = np.arange(row.start, end)
-        np.testing.assert_array_equal(inputs.tokens[own], request.token_ids[row.start : end])
-        np.testing.assert_array_equal(inputs.positions[own], positions)
+        assert fields.on_device[i] == (i == 1)
+        if i != 1:
+            np.testing.assert_array_equal(fields.tokens[own], request.token_ids[row.start : end])
+        np.testing.assert_array_equal(all_positions[own], positions)
         table = np.asarray(request.block_table)
-        np.testing.assert_array_equal(inputs.batch.slots[own], table[positions // 16] * 16 + positions % 16)
+        np.testing.assert_array_equal(batch.slots[own], table[positions // 16] * 16 + positions % 16)
         token += row.num_tokens
-        assert inputs.last_token[i] == token - 1
-        assert inputs.batch.context_lens[i] == inputs.sampling.position[i] == end
-        assert inputs.batch.cu_q_lens[i + 1] == token
-        assert inputs.sampling.temperature[i] == np.float32(request.params.temperature)
-        assert inputs.sampling.min_p[i] == np.float32(request.params.min_p)
-        assert inputs.sampling.top_k[i] == i
-        high, low = (int(x) for x in inputs.sampling.seed[i])
+        assert fields.seat[i] == request.seat
+        assert batch.context_lens[i] == end
+        assert batch.cu_q_lens[i + 1] == token
+        assert fields.sampling.temperature[i] == np.float32(request.params.temperature)
+        assert fields.sampling.min_p[i] == np.float32(request.params.min_p)
+        assert fields.sampling.top_k[i] == i
+        high, low = (int(x) for x in fields.sampling.seed[i])
         assert (high << 32 | low) == request.seed % 2**64
-        suppressed = {int(x) for x in inputs.sampling.suppressed[i] if x < 400}
-        assert suppressed == ({i, 399} if i % 2 else set())
-    padding = inputs.batch.slots[token:]
-    assert padding.min() >= num_slots and len(set(padding)) == len(padding)
-    assert not inputs.batch.context_lens[len(rows) :].any()
-    assert (inputs.batch.cu_q_lens[len(rows) :] == token).all()
+        assert {int(x) for x in fields.sampling.suppressed[i] if x < 400} == {i, 399}
+        assert fields.suppress[i] == [0, 1, 0, 2, 0][i]  # of the row with an unknown token, one is there already
+    padding = batch.slots[token:]
+    assert padding.min() >= num_blocks * block_size and len(set(padding)) == len(padding)
+    assert not batch.context_lens[len(rows) :].any()
+    assert (batch.cu_q_lens[len(rows) :] == token).all()
+    assert (fields.seat[len(rows) :] >= 8).all()
 
 
 def test_a_scheduler_told_of_more_blocks_than_there_are_is_refused(small_llm: LLM) -> None:

@@ -9,9 +9,10 @@ EOS = frozenset({90, 91})
 def after(outputs, *, max_model_len=100, **params):
     """Finish reason and stop reason after each of `outputs`, up to the first that ends the request."""
     request = Request("r", [1, 2, 3], SamplingParams(**params), EOS)
+    request.max_tokens = min(max_model_len, 3 + request.params.max_tokens)  # as the scheduler sets it
     for i, token in enumerate(outputs, 1):
-        request.append(token)
-        reason = request.check_stop(max_model_len)
+        request.token_ids.append(token)
+        reason = request.check_stop()
         if reason is not None:
             return i, reason, request.stop_reason
     return None
@@ -21,7 +22,7 @@ def test_a_new_request():
     request = Request("r", (1, 2, 3), SamplingParams())
     assert request.status is RequestStatus.WAITING
     assert (request.num_tokens, request.num_prompt_tokens, request.num_output_tokens) == (3, 3, 0)
-    request.append(4)
+    request.token_ids.append(4)
     assert request.token_ids == [1, 2, 3, 4]
     assert request.output_token_ids == [4]
     assert request.prompt_token_ids == (1, 2, 3)

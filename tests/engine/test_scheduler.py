@@ -25,7 +25,19 @@ def request(name, prompt, **params):
 
 
 def rows(step):
-    return [(row.request.request_id, row.start, row.num_tokens, row.samples) for row in step.rows]
+    return [(row.request.request_id, row.start, row.num_tokens, bool(row.num_samples)) for row in step.rows]
+
+
+def finish(scheduler, step, *tokens):
+    """Completes a step in which each row samples one token; the requests that got one."""
+    return [request for request, _ in scheduler.complete(step, [[token] for token in tokens])]
+
+
+def peek(scheduler):
+    """The next step, which will come again."""
+    step = scheduler.schedule()
+    scheduler.forget_steps()
+    return step
 
 
 def run(scheduler, token=7):
@@ -33,7 +45,7 @@ def run(scheduler, token=7):
     steps = []
     while (step := scheduler.schedule()) is not None:
         steps.append(rows(step))
-        scheduler.complete(step, [token] * len(step.rows))
+        finish(scheduler, step, *[token] * len(step.rows))
         assert len(steps) < 1000
     assert scheduler.pool.num_free == scheduler.pool.num_blocks
     return steps
@@ -46,11 +58,12 @@ def test_prefill_then_decode():
     step = scheduler.schedule()
     assert rows(step) == [("a", 0, 5, True)]
     assert (step.num_tokens, step.decode_only, len(one.block_table)) == (5, False, 2)
-    assert scheduler.complete(step, [9]) == [one]
+    assert finish(scheduler, step, 9) == [one]
     step = scheduler.schedule()
     assert rows(step) == [("a", 5, 1, True)]
     assert (step.num_tokens, step.decode_only) == (1, True)
-    assert run(scheduler) == [[("a", 5, 1, True)], [("a", 6, 1, True)]]  # a step that was not completed comes again
+    scheduler.forget_steps()  # comes again
+    assert run(scheduler) == [[("a", 5, 1, True)], [("a", 6, 1, True)]]
     assert (one.output_token_ids, one.finish_reason, one.status) == ([9, 7, 7], "length", RequestStatus.FINISHED)
     assert one.block_table == []
     assert scheduler.schedule() is None
@@ -106,7 +119,7 @@ def test_the_same_prompt_of_whole_blocks_twice_computes_its_last_block(blocks):
     scheduler.add(second)
     step = scheduler.schedule()
     assert rows(step) == [("b", 4 * (blocks - 1), 4, True)]
-    scheduler.complete(step, [7])
+    finish(scheduler, step, 7)
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 4 * (blocks - 1))
 
 
@@ -114,7 +127,7 @@ def test_the_same_prompt_of_whole_blocks_twice_computes_its_last_block(blocks):
 def test_hits_are_the_whole_blocks_that_are_equal(shared, hit):
     scheduler = make()
     scheduler.add(request("a", range(12)))
-    scheduler.complete(scheduler.schedule(), [7])
+    finish(scheduler, scheduler.schedule(), 7)
     second = request("b", [*range(shared), *range(50, 60)])
     scheduler.add(second)
     step = scheduler.schedule()
@@ -131,7 +144,7 @@ def test_generated_tokens_can_be_hit_and_the_last_one_has_no_kv():
     scheduler.add(request("a", range(4), max_tokens=5))
     run(scheduler)  # 4 + 5 tokens are known, KV exists for 8
     scheduler.add(request("b", [0, 1, 2, 3, 7, 7, 7, 7, 7]))
-    assert rows(scheduler.schedule()) == [("b", 8, 1, True)]
+    assert rows(peek(scheduler)) == [("b", 8, 1, True)]
 
 
 def test_a_hit_on_a_free_block_counts_as_taken_from_the_free_ones():
@@ -139,9 +152,9 @@ def test_a_hit_on_a_free_block_counts_as_taken_from_the_free_ones():
     scheduler.add(request("a", range(8), max_tokens=1))
     run(scheduler)
     scheduler.add(request("b", range(300, 309)))
-    scheduler.complete(scheduler.schedule(), [7])
+    finish(scheduler, scheduler.schedule(), 7)
     scheduler.add(request("c", range(9)))  # 2 hits that are free, and 1 new block: 3 of the 2 free ones
-    assert rows(scheduler.schedule()) == [("b", 9, 1, True)]
+    assert rows(peek(scheduler)) == [("b", 9, 1, True)]
     run(scheduler)
 
 
@@ -156,10 +169,10 @@ def test_no_hits_without_prefix_caching():
 def test_a_block_can_be_hit_once_all_of_it_is_computed():
     scheduler = make(max_num_batched_tokens=7)
     scheduler.add(request("a", range(12)))
-    scheduler.complete(scheduler.schedule(), [-1])  # 7 tokens: one full block, and three of the next
+    finish(scheduler, scheduler.schedule(), -1)  # 7 tokens: one full block, and three of the next
     scheduler.abort("a")
     scheduler.add(request("b", range(12)))
-    assert rows(scheduler.schedule()) == [("b", 4, 7, False)]
+    assert rows(peek(scheduler)) == [("b", 4, 7, False)]
     run(scheduler)
 
 
@@ -168,14 +181,14 @@ def test_the_latest_is_preempted_keeps_its_tokens_and_returns_first():
     a, b, c = request("a", 8), request("b", 7), request("c", 1)
     for each in (a, b, c):
         scheduler.add(each)
-    scheduler.complete(scheduler.schedule(), [1, 2])
+    finish(scheduler, scheduler.schedule(), 1, 2)
     assert (len(a.block_table), len(b.block_table), c.status) == (2, 2, RequestStatus.WAITING)
     step = scheduler.schedule()  # a needs a third block; c would fit into what b leaves, but nobody is admitted now
     assert rows(step) == [("a", 8, 1, True)]
     assert (b.status, b.num_preemptions, b.num_computed_tokens, b.block_table) == (RequestStatus.WAITING, 1, 0, [])
     assert b.output_token_ids == [2]
-    scheduler.complete(step, [1])
-    assert rows(scheduler.schedule()) == [("a", 9, 1, True)]  # b needs two blocks, c waits behind it
+    finish(scheduler, step, 1)
+    assert rows(peek(scheduler)) == [("a", 9, 1, True)]  # b needs two blocks, c waits behind it
     run(scheduler)
     assert b.output_token_ids == [2, 7, 7, 7]
     assert c.finish_reason == "length"
@@ -187,12 +200,12 @@ def test_preempted_one_token_past_a_block():
     a, b = request("a", 255, max_tokens=5), request("b", range(1000, 1256), max_tokens=5)
     scheduler.add(a)
     scheduler.add(b)
-    scheduler.complete(scheduler.schedule(), [1, 2])
+    finish(scheduler, scheduler.schedule(), 1, 2)
     assert b.num_tokens == 257
     step = scheduler.schedule()  # b needs a second block and is the latest itself
     assert rows(step) == [("a", 255, 1, True)]
     assert (b.num_preemptions, b.num_tokens) == (1, 257)
-    scheduler.complete(step, [1])
+    finish(scheduler, step, 1)
     run(scheduler)
     assert a.output_token_ids == [1, 1, 7, 7, 7]
     assert b.output_token_ids == [2, 7, 7, 7, 7]
@@ -203,11 +216,11 @@ def test_a_preempted_request_hits_its_own_blocks():
     a, b = request("a", 8), request("b", range(200, 211), max_tokens=3)
     scheduler.add(a)
     scheduler.add(b)
-    scheduler.complete(scheduler.schedule(), [1, 2])
-    scheduler.complete(scheduler.schedule(), [1])  # b leaves 3 blocks, a takes the one without full content
+    finish(scheduler, scheduler.schedule(), 1, 2)
+    finish(scheduler, scheduler.schedule(), 1)  # b leaves 3 blocks, a takes the one without full content
     assert b.num_preemptions == 1
     scheduler.abort("a")
-    assert rows(scheduler.schedule()) == [("b", 8, 4, True)]
+    assert rows(peek(scheduler)) == [("b", 8, 4, True)]
     assert b.num_cached_tokens == 0  # what the first admission found
     run(scheduler)
 
@@ -266,7 +279,7 @@ def test_bad_additions_leave_nothing_behind():
     scheduler.add(first)
     with pytest.raises(ValueError, match="'a' is still being processed"):
         scheduler.add(request("a", 6))
-    scheduler.schedule()
+    peek(scheduler)
     with pytest.raises(ValueError, match="'a' is still being processed"):
         scheduler.add(request("a", 6))
     run(scheduler)
@@ -289,7 +302,7 @@ def test_abort_waiting_and_running_then_reuse_the_id():
     assert scheduler.pool.num_free == scheduler.pool.num_blocks
     again = request("a", 5)
     scheduler.add(again)
-    assert scheduler.complete(step, [7]) == []  # the step of the first "a" does not touch the second
+    assert finish(scheduler, step, 7) == []  # the step of the first "a" does not touch the second
     assert (a.output_token_ids, again.num_computed_tokens, scheduler.stats.running) == ([], 0, 0)
     run(scheduler)
     assert again.finish_reason == "length"
@@ -299,7 +312,7 @@ def test_finish_with_a_stop_string():
     scheduler = make()
     one = request("a", 5)
     scheduler.add(one)
-    scheduler.complete(scheduler.schedule(), [7])
+    finish(scheduler, scheduler.schedule(), 7)
     scheduler.finish(one, "stop", "\n\n")
     assert (one.finish_reason, one.stop_reason) == ("stop", "\n\n")
     assert scheduler.pool.num_free == scheduler.pool.num_blocks
@@ -314,11 +327,11 @@ def test_a_step_is_completed_once_with_a_token_for_every_row():
     one = request("a", 5)
     scheduler.add(one)
     step = scheduler.schedule()
-    with pytest.raises(ValueError, match="2 tokens for a step of 1 rows"):
-        scheduler.complete(step, [7, 7])
-    scheduler.complete(step, [7])
+    with pytest.raises(ValueError, match="tokens for 2 rows, but the step has 1"):
+        finish(scheduler, step, 7, 7)
+    finish(scheduler, step, 7)
     with pytest.raises(ValueError, match="begins at token 0, 5 are computed"):
-        scheduler.complete(step, [7])
+        finish(scheduler, step, 7)
     assert one.output_token_ids == [7]
 
 
@@ -333,7 +346,7 @@ def test_stats():
     scheduler.add(request("a", 8))
     scheduler.add(request("b", 5))
     assert (scheduler.stats.waiting, scheduler.stats.running) == (2, 0)
-    scheduler.complete(scheduler.schedule(), [7, 7])
+    finish(scheduler, scheduler.schedule(), 7, 7)
     stats = scheduler.stats
     assert (stats.waiting, stats.running, stats.free_blocks) == (0, 2, 60)
     assert (stats.steps, stats.scheduled_tokens, stats.prompt_tokens, stats.output_tokens) == (1, 13, 13, 2)

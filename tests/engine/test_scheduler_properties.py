@@ -2,11 +2,12 @@
 
 Slots of the model hold what a real slot's KV depends on: a digest of its token and of all tokens before it. A row may
 only read digests that it would have written itself, and the token it samples is a function of the last one, so that a
-wrong block, a stale slot or a lost token changes the text.
+wrong block, a stale slot or a lost token changes the text. Steps run on the model's device when they are scheduled, and
+are completed later, when others have been scheduled behind them.
 """
 
 import random
-from collections import Counter
+from collections import Counter, deque
 from itertools import accumulate
 from unittest.mock import patch
 
@@ -56,19 +57,24 @@ def run_alone(prompt, params, most_tokens, vocabulary):
 class Simulation:
     """Runs a scheduler and holds it to the architecture's invariants 3, 6, 7 and 9 at every step."""
 
-    def __init__(self, num_blocks, vocabulary=3, **limits):
+    def __init__(self, num_blocks, vocabulary=3, lookahead=0, iterations=1, **limits):
         self.limits = limits
         self.size = limits["block_size"]
         self.budget = limits["max_num_batched_tokens"]
         self.vocabulary = vocabulary
         self.pool = BlockPool(num_blocks)
-        self.scheduler = Scheduler(self.pool, **limits)
+        self.lookahead = lookahead
+        self.iterations = iterations
+        self.scheduler = Scheduler(self.pool, iterations=lambda rows: iterations, **limits)
         self.most_tokens = min(limits["max_model_len"], num_blocks * self.size + 1)
         self.slots = {}  # slot -> digest
         self.live = {}  # id -> unfinished request, in order of arrival
         self.expected = {}  # id -> output and finish reason when run alone
-        self.digests = {}  # id -> digests of its known tokens
-        self.computed = {}  # id -> (preemptions at the time, computed tokens)
+        self.has_failed = False
+        self.under_way = deque()  # steps and the tokens that they sampled
+        self.texts = {}  # id -> its tokens, as the device knows them
+        self.digests = {}  # id -> their digests
+        self.scheduled = {}  # id -> (preemptions at the time, tokens that steps compute)
         self.received = Counter()  # id -> tokens sampled
         self.waited = Counter()  # id -> steps since it has been the oldest
 
@@ -76,6 +82,8 @@ class Simulation:
         request = Request(name, prompt, SamplingParams(**params), frozenset({EOS}), index=len(self.expected))
         self.scheduler.add(request)
         self.live[name] = request
+        self.texts[name] = list(prompt)
+        self.digests[name] = digests(prompt)
         self.expected[name] = run_alone(prompt, request.params, self.most_tokens, self.vocabulary)
         return request
 
@@ -86,45 +94,60 @@ class Simulation:
         assert request.block_table == []
         assert self.scheduler.abort(name) is None
 
-    def step(self, aborted=()):
-        """One step; requests named in `aborted` are aborted while it is under way."""
+    def step(self):
+        """Schedule and run one step, and complete the oldest if that makes too many under way, or there is none."""
         before = self.scheduler.stats
         step = self.scheduler.schedule()
-        assert (step is None) == (not self.live) == (not self.scheduler.has_unfinished())
-        if step is None:
-            return
-        self.check_caps(step)
-        self.check_order(step, admitting=self.scheduler.stats.preemptions == before.preemptions)
-        for row in step.rows:
-            self.check_row(row)
-        self.write(step)
-        last = [self.slots[self.slot(row.request, row.start + row.num_tokens - 1)] for row in step.rows]
-        tokens = [
-            sample(digest, self.vocabulary) if row.samples else -1 for digest, row in zip(last, step.rows, strict=True)
+        assert (not self.live) == (not self.scheduler.has_unfinished())
+        if step is not None:
+            self.check_caps(step)
+            self.check_order(step, admitting=self.scheduler.stats.preemptions == before.preemptions)
+            for row in step.rows:
+                self.check_row(row, step)
+            self.under_way.append((step, self.execute(step)))
+        else:
+            assert self.under_way or not self.live
+        if self.under_way and (step is None or len(self.under_way) > self.lookahead):
+            self.complete()
+
+    def complete(self):
+        step, tokens = self.under_way.popleft()
+        live = [
+            row
+            for row in step.rows
+            if row.request.status is RequestStatus.RUNNING and row.request.num_preemptions == row.epoch
         ]
-        for name in aborted:
-            self.abort(name)
         received = self.scheduler.complete(step, tokens)
-        assert received == [row.request for row in step.rows if row.samples and row.request.finish_reason != "abort"]
-        for request in received:
-            self.received[request.request_id] += 1
-            assert self.received[request.request_id] == request.num_output_tokens  # every token is sampled once
+        assert [request for request, _ in received] == [row.request for row in live if row.num_samples]
+        for request, count in received:
+            assert count >= 1
+            self.received[request.request_id] += count
+            assert self.received[request.request_id] == request.num_output_tokens  # every token arrives once
             if request.is_finished:
                 del self.live[request.request_id]
                 assert (request.output_token_ids, request.finish_reason) == self.expected[request.request_id]
 
+    def lose_steps(self, and_the_cache):
+        """Steps under way fail."""
+        self.has_failed = True
+        self.under_way.clear()
+        self.waited.clear()
+        self.scheduler.forget_steps()
+        for request in (r for r in self.live.values() if r.status is RequestStatus.RUNNING):
+            self.scheduled[request.request_id] = (request.num_preemptions, request.num_computed_tokens)
+        if and_the_cache:
+            self.scheduler.forget_kv()
+            self.slots.clear()
+
     def slot(self, request, position):
         return request.block_table[position // self.size] * self.size + position % self.size
 
-    def own_digests(self, request):
-        known = self.digests.setdefault(request.request_id, [])
-        for token in request.token_ids[len(known) :]:
-            known.append(extend(known[-1] if known else 0, token))
-        assert len(known) == request.num_tokens  # no token is ever lost
-        return known
-
     def check_caps(self, step):
         assert len(step.rows) <= self.limits["max_num_seqs"]
+        if step.iterations > 1:
+            assert step.iterations == self.iterations and step.decode_only and step.num_tokens == len(step.rows)
+            assert all(1 <= row.num_tokens == row.num_samples <= self.iterations for row in step.rows)
+            return
         assert step.num_tokens == sum(row.num_tokens for row in step.rows) <= self.budget
         assert step.decode_only == all(row.num_tokens == 1 for row in step.rows)
         multiple = [row.num_tokens > 1 for row in step.rows]
@@ -132,40 +155,52 @@ class Simulation:
         assert len({id(row.request) for row in step.rows}) == len(step.rows)
 
     def check_order(self, step, admitting):
-        """Everybody who holds blocks is served, older before younger, and as many as the caps allow."""
+        """Whoever holds blocks is served, unless his last token is on its way, and as many as the caps allow."""
         live = list(self.live.values())
         served = {row.request.request_id for row in step.rows}
-        assert served == {r.request_id for r in live[: len(served)]}
-        assert all((r.status is RequestStatus.RUNNING) == (r.request_id in served) for r in live)
+        running = [request for request in live if request.status is RequestStatus.RUNNING]
+        assert running == live[: len(running)]  # older before younger
+        for request in running:
+            ends = request.num_tokens + request.num_pending_tokens == request.max_tokens
+            waits = step.num_tokens == self.budget and self.has_failed  # for prompts that are computed again
+            assert request.request_id in served or (ends and request.num_pending_tokens) or waits
+        assert served <= {request.request_id for request in running}
         oldest = live[0].request_id
         self.waited[oldest] += 1
-        assert self.waited[oldest] <= self.most_tokens // self.budget + 1 + self.expected_length(oldest)
-        if admitting and len(served) < min(len(live), self.limits["max_num_seqs"]) and step.num_tokens < self.budget:
-            assert -(-live[len(served)].num_tokens // self.size) > self.pool.num_free
+        assert (
+            self.waited[oldest] <= self.most_tokens // self.budget + 1 + self.expected_length(oldest) + self.lookahead
+        )
+        seats = min(self.limits["max_num_seqs"], self.budget)
+        if admitting and len(running) < min(len(live), seats) and step.num_tokens < self.budget:
+            assert -(-live[len(running)].num_tokens // self.size) > self.pool.num_free
 
     def expected_length(self, name):
         return len(self.expected[name][0])
 
-    def check_row(self, row):
+    def check_row(self, row, step):
         request, start, n = row.request, row.start, row.num_tokens
-        preemptions, computed = self.computed.get(request.request_id, (None, 0))
+        preemptions, scheduled = self.scheduled.get(request.request_id, (None, 0))
         if preemptions == request.num_preemptions:
-            assert start == computed  # chunks cover all tokens, each once
+            assert start == scheduled  # chunks cover all tokens, each once
         else:
             assert start % self.size == 0  # whole blocks were hit
             assert start == 0 or self.limits["enable_prefix_caching"]
+        known = request.num_tokens + request.num_pending_tokens - row.num_samples  # on the device, before this step
         assert n >= 1
-        assert start + n <= request.num_tokens
-        assert row.samples == (start + n == request.num_tokens)
-        self.computed[request.request_id] = (request.num_preemptions, start + n)
-        own = self.own_digests(request)
+        assert start + n <= known + row.num_samples - 1 if row.num_samples else start + n < known
+        assert known + row.num_samples <= request.max_tokens
+        assert request.num_tokens <= known <= len(self.texts[request.request_id])  # no token is ever lost
+        self.scheduled[request.request_id] = (request.num_preemptions, start + n)
+        own = self.digests[request.request_id]
         assert [self.slots.get(self.slot(request, p)) for p in range(start)] == own[:start]
 
-    def write(self, step):
+    def execute(self, step):
         """Writes all rows' KV, after all rows were checked; nobody else may read or write a slot that is written."""
         written = set()
+        tokens = []
         for row in step.rows:
-            own = self.own_digests(row.request)
+            own, text = self.digests[row.request.request_id], self.texts[row.request.request_id]
+            sampled = []
             for position in range(row.start, row.start + row.num_tokens):
                 slot = self.slot(row.request, position)
                 assert slot not in written
@@ -173,6 +208,13 @@ class Simulation:
                 assert not self.pool.is_retained(slot // self.size)
                 written.add(slot)
                 self.slots[slot] = own[position]
+                if position >= row.start + row.num_tokens - row.num_samples:
+                    sampled.append(sample(own[position], self.vocabulary))
+                    del text[position + 1 :], own[position + 1 :]  # what was sampled there before is the same
+                    text.append(sampled[-1])
+                    own.append(extend(own[-1], sampled[-1]))
+            tokens.append(sampled)
+        return tokens
 
     def check_blocks(self):
         tables = [r.block_table for r in self.live.values()]
@@ -189,6 +231,7 @@ class Simulation:
     def drain(self):
         steps = 0
         bound = 1 + sum(self.most_tokens // self.budget + 1 + self.expected_length(name) for name in self.live)
+        bound += self.lookahead * (1 + len(self.live))
         while self.live:
             self.step()
             if steps % (1 + self.pool.num_blocks // 100) == 0:  # the check looks at every block: seldom, where many
@@ -196,6 +239,8 @@ class Simulation:
             steps += 1
             assert steps <= bound
         assert self.scheduler.schedule() is None
+        while self.under_way:  # of requests that ended meanwhile
+            self.complete()
         self.check_blocks()
         assert self.pool.num_free == self.pool.num_blocks
 
@@ -211,8 +256,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_model_len=st.integers(2, 40),
         caching=st.sampled_from([True, True, False]),
         constant_hash=st.booleans(),
+        lookahead=st.integers(0, 2),
+        iterations=st.integers(1, 3),
     )
-    def start(self, num_blocks, block_size, max_num_seqs, budget, max_model_len, caching, constant_hash):
+    def start(
+        self, num_blocks, block_size, max_num_seqs, budget, max_model_len, caching, constant_hash, lookahead, iterations
+    ):
         if constant_hash:
             self.hash_patch = patch.object(PrefixKey, "__hash__", lambda key: 0)
             self.hash_patch.start()
@@ -223,6 +272,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_batched_tokens=budget,
             max_model_len=max_model_len,
             enable_prefix_caching=caching,
+            lookahead=lookahead,
+            iterations=iterations,
         )
         self.names = iter(range(10**6))
 
@@ -275,15 +326,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.simulation.step()
             self.simulation.check_blocks()
 
-    @rule(data=st.data())
-    @precondition(lambda self: self.simulation.live)
-    def abort_while_a_step_is_under_way(self, data):
-        self.simulation.step([data.draw(st.sampled_from(list(self.simulation.live)))])
-
-    @rule()
-    @precondition(lambda self: self.simulation.live)
-    def a_step_that_is_never_completed(self):
-        self.simulation.scheduler.schedule()
+    @rule(and_the_cache=st.booleans())
+    @precondition(lambda self: self.simulation.under_way)
+    def steps_fail(self, and_the_cache):
+        self.simulation.lose_steps(and_the_cache)
 
     @invariant()
     def blocks_are_accounted_for(self):
@@ -314,6 +360,8 @@ TestScheduler.settings = settings(
         (2000, {"enable_prefix_caching": False}, False),
         (50, {"enable_prefix_caching": False}, True),
         (50, {"max_num_batched_tokens": 32, "max_num_seqs": 3}, True),
+        (2000, {"lookahead": 1, "iterations": 4}, False),
+        (50, {"lookahead": 1, "iterations": 4}, True),
     ],
 )
 def test_random_requests_with_shared_prefixes(num_blocks, changes, preempts):

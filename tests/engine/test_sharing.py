@@ -124,7 +124,7 @@ def test_a_lost_cache_is_made_again(llm: LLM, monkeypatch: pytest.MonkeyPatch) -
 
     other = llm.stream([[9] * 20], GREEDY)
     with monkeypatch.context() as patched:
-        patched.setattr(runner, "execute", fail)
+        patched.setattr(runner, "dispatch", fail)
         with pytest.raises(RuntimeError, match="device error"):
             next(other)
     for delta in stream:
@@ -137,14 +137,14 @@ def test_an_interrupt_waits_for_the_step(llm: LLM, monkeypatch: pytest.MonkeyPat
     """Ctrl-C at the worst moment: after the device took the cache, before the runner has the new one."""
     expected = tokens(llm, "one")
     runner = llm.engine.runner
-    execute = runner.execute
+    dispatch = runner.dispatch
 
     def interrupted(step: Any) -> Any:
         os.kill(os.getpid(), signal.SIGINT)
-        return execute(step)
+        return dispatch(step)
 
     with monkeypatch.context() as patched:
-        patched.setattr(runner, "execute", interrupted)
+        patched.setattr(runner, "dispatch", interrupted)
         with pytest.raises(KeyboardInterrupt):
             tokens(llm, "two")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -1,0 +1,93 @@
+"""What the host repeats in every step of a request, kept ready by seat: its block table and sampling parameters."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Int32
+
+from jaxllm.engine.request import Request
+from jaxllm.engine.step import ScheduledRow
+from jaxllm.sampling.sampler import SamplingMode
+from jaxllm.sampling.variant import SamplerVariant
+from jaxllm.sampling_params import MAX_SUPPRESSED_IDS, SamplingParams
+
+ROW_PARAMS = 6 + MAX_SUPPRESSED_IDS
+"""Columns of `Seats.params`: temperature, top_p, min_p (bits of float32), top_k, seed (high, low), ending ids."""
+
+NO_TOKEN = int(np.iinfo(np.int32).max)
+"""Fills up lists of token ids."""
+
+_LARGEST_FLOAT = float(np.finfo(np.float32).max)
+_LARGEST = int(np.iinfo(np.int32).max)
+
+
+class Seats:
+    """Rows of running requests by seat, brought up to date by what is new in a step.
+
+    Attributes:
+        block_tables: int32 `[seats, blocks_per_row]`.
+        params: int32 `[seats, ROW_PARAMS]`.
+        modes: int32 `[seats]`, the `SamplingMode` that each needs.
+        levels: int32 `[seats]`, the first of the sampler's variants that serves it.
+    """
+
+    def __init__(self, num_seats: int, blocks_per_row: int, samplers: Sequence[SamplerVariant] | tuple[None] = (None,)):
+        """State for `num_seats` requests of `blocks_per_row` blocks; `samplers` as in `StepShapes`."""
+        self._samplers = samplers
+        self.levels = np.zeros(num_seats, np.int32)
+        self.block_tables = np.zeros((num_seats, blocks_per_row), np.int32)
+        self.params = np.zeros((num_seats, ROW_PARAMS), np.int32)
+        self.modes = np.zeros(num_seats, np.int32)
+        self._holders: list[tuple[Request, int] | None] = [None] * num_seats  # request and its preemptions
+        self._lengths = [0] * num_seats
+
+    def update(self, rows: Sequence[ScheduledRow]) -> Int32[np.ndarray, "rows"]:
+        """The rows' seats, their data as it is now."""
+        seats = []
+        for row in rows:
+            request = row.request
+            seat = request.seat
+            assert seat is not None  # scheduled requests run
+            seats.append(seat)
+            table = request.block_table
+            holder = self._holders[seat]
+            if holder is None or holder[0] is not request or holder[1] != row.epoch:
+                self._holders[seat] = (request, row.epoch)
+                self.params[seat] = row_params(request)
+                self.modes[seat] = sampling_mode(request.params)
+                self.levels[seat] = self._level(request.params)
+                known = 0
+            else:
+                known = self._lengths[seat]
+            if len(table) > known:
+                self.block_tables[seat, known : len(table)] = table[known:]
+                self._lengths[seat] = len(table)
+        return np.array(seats, np.int32)
+
+    def level(self, rows: Sequence[ScheduledRow]) -> int:
+        """The first of the sampler's variants that serves all `rows`; call `update` before."""
+        return max(int(self.levels[row.request.seat]) for row in rows) if len(self._samplers) > 1 else 0
+
+    def _level(self, params: SamplingParams) -> int:
+        needed = params.variant()
+        return next(i for i, sampler in enumerate(self._samplers) if sampler is None or sampler.covers(needed))
+
+
+def row_params(request: Request) -> Int32[np.ndarray, "columns"]:
+    """The sampling parameters of a request as they travel."""
+    params = request.params
+    floats = np.array([min(value, _LARGEST_FLOAT) for value in (params.temperature, params.top_p, params.min_p)])
+    row = np.full(ROW_PARAMS, NO_TOKEN, np.int32)
+    row[:3] = floats.astype(np.float32).view(np.int32)
+    row[3] = min(params.top_k, _LARGEST)
+    row[4:6] = np.array([request.seed >> 32, request.seed & 0xFFFFFFFF], np.int64).astype(np.uint32).view(np.int32)
+    ending = sorted(request.ending_ids())[:MAX_SUPPRESSED_IDS]
+    row[6 : 6 + len(ending)] = ending
+    return row
+
+
+def sampling_mode(params: SamplingParams) -> SamplingMode:
+    """The work that a draw with these parameters takes."""
+    if params.greedy:
+        return SamplingMode.GREEDY
+    return SamplingMode.FILTERED if params.filtered else SamplingMode.TEMPERATURE
