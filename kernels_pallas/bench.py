@@ -4,10 +4,11 @@ Needs an NVIDIA Hopper GPU. `--quick` measures a few shapes of each kernel, `--t
 """
 
 import argparse
+import functools
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from kernels_pallas.paged_decode import DecodeConfig
 from kernels_pallas.paged_decode import bench as paged_decode
 from kernels_pallas.ragged_prefill import PrefillConfig
 from kernels_pallas.ragged_prefill import bench as ragged_prefill
+from kernels_pallas.small_batch import bench as small_batch
 from kernels_pallas.timing import copy_bandwidth, matmul_rate
 
 QUICK = (
@@ -28,11 +30,13 @@ QUICK = (
     ),
     ragged_prefill.POINTS[:7],
     kv_write.POINTS[1:2],
+    small_batch.QUICK,
 )
 FULL = (
     paged_decode.GRID + paged_decode.GROUPS + paged_decode.RAGGED + paged_decode.OTHERS + paged_decode.QUANTIZED,
     ragged_prefill.POINTS,
     kv_write.POINTS,
+    small_batch.POINTS,
 )
 TUNE = (
     tuple(
@@ -63,7 +67,47 @@ TUNE = (
         for tokens in (256, 2048)
         for size, blocks in ((4, 132), (8, 132), (8, 528))
     ),
+    small_batch.TUNE,
 )
+
+
+SELECTIONS = {"quick": QUICK, "full": FULL, "tune": TUNE}
+KERNELS = ("paged_decode", "ragged_prefill", "kv_write", "small_batch")
+
+
+def run(selection: str, kernels: Sequence[str] = KERNELS, tell: Callable[[str], None] = print) -> dict[str, Any]:
+    """Measure a selection of shapes.
+
+    Args:
+        selection: "quick" for a few shapes of each kernel, "full" for all, "tune" for several tuning parameters.
+        kernels: which kernels.
+        tell: called with a line for each shape as soon as it is measured.
+
+    Returns:
+        The device, the ceilings of this run (bytes and floating-point operations a second), and for each kernel a list
+        of results by name of column; ready for JSON.
+    """
+    copy, matmul = copy_bandwidth(), matmul_rate()
+    device = jax.devices()[0].device_kind
+    tell(f"{device}: copy {copy / 1e12:.2f} TB/s, matmul {matmul / 1e12:.0f} TFLOP/s")
+    decode, prefill, write, small = SELECTIONS[selection]
+    measured: dict[str, Iterator[dict[str, Any]]] = {
+        "paged_decode": paged_decode.measure(decode, copy),
+        "ragged_prefill": ragged_prefill.measure(prefill, matmul),
+        "kv_write": kv_write.measure(write, copy),
+        "small_batch": small_batch.measure(small, copy),
+    }
+    results: dict[str, Any] = {"device": device, "copy": copy, "matmul": matmul}
+    for name in kernels:
+        begin = time.perf_counter()
+        results[name] = []
+        tell(name)
+        for result in measured[name]:
+            results[name].append(result)
+            numbers = [f"{key} {value:.4g}" for key, value in result.items() if key != "point"]
+            tell(f"  {result['point']:32s} {', '.join(numbers)}")
+        tell(f"  ({time.perf_counter() - begin:.0f} s)")
+    return results
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,31 +116,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", help="also write the results to this file")
     parser.add_argument("--quick", action="store_true", help="a few shapes of each kernel")
     parser.add_argument("--tune", action="store_true", help="several tuning parameters instead of many shapes")
-    parser.add_argument("--kernel", choices=("paged_decode", "ragged_prefill", "kv_write"), help="only this kernel")
+    parser.add_argument("--kernel", choices=KERNELS, help="only this kernel")
     arguments = parser.parse_args(argv)
     if jax.default_backend() != "gpu":
         print(f"the default device is {jax.default_backend()}; this benchmark needs an NVIDIA GPU", file=sys.stderr)
         return 2
-    copy, matmul = copy_bandwidth(), matmul_rate()
-    print(f"{jax.devices()[0].device_kind}: copy {copy / 1e12:.2f} TB/s, matmul {matmul / 1e12:.0f} TFLOP/s")
-    decode, prefill, write = TUNE if arguments.tune else QUICK if arguments.quick else FULL
-    measured: dict[str, Iterator[dict[str, Any]]] = {
-        "paged_decode": paged_decode.measure(decode, copy),
-        "ragged_prefill": ragged_prefill.measure(prefill, matmul),
-        "kv_write": kv_write.measure(write, copy),
-    }
-    results: dict[str, Any] = {"device": jax.devices()[0].device_kind, "copy": copy, "matmul": matmul}
-    for name, lines in measured.items():
-        if arguments.kernel not in (None, name):
-            continue
-        begin = time.perf_counter()
-        results[name] = []
-        print(name)
-        for result in lines:
-            results[name].append(result)
-            numbers = [f"{key} {value:.2f}" for key, value in result.items() if key != "point"]
-            print(f"  {result['point']:32s} {', '.join(numbers)}", flush=True)
-        print(f"  ({time.perf_counter() - begin:.0f} s)", flush=True)
+    selection = "tune" if arguments.tune else "quick" if arguments.quick else "full"
+    kernels = KERNELS if arguments.kernel is None else (arguments.kernel,)
+    results = run(selection, kernels, functools.partial(print, flush=True))
     if arguments.json:
         with open(arguments.json, "w") as file:
             json.dump(results, file, indent=1)

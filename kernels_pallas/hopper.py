@@ -14,6 +14,13 @@ SHARED_MEMORY_PER_BLOCK = 227 * 1024
 SHARED_MEMORY_ALIGNMENT = 1024
 """Mosaic GPU aligns every shared-memory allocation to this many bytes."""
 
+OPERAND_ALIGNMENT = 256
+"""Bytes that the address of a kernel's operand must be a multiple of.
+
+XLA's allocations are, but it hands a contiguous static slice of an array (a field of a packed buffer, one token's part
+of a fused projection) to a kernel without copying it: such slices must start at multiples of this.
+"""
+
 MULTIPROCESSORS = 132
 """Multiprocessors of an H100 or H200 SXM: what the work is divided for. Any other number only costs balance."""
 

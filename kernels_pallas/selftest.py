@@ -20,6 +20,17 @@ from kernels_pallas.kv_write import kv_write, kv_write_reference
 from kernels_pallas.paged_decode import DecodeConfig, paged_decode, paged_decode_reference
 from kernels_pallas.ragged_prefill import plan_prefill, ragged_prefill, ragged_prefill_reference
 from kernels_pallas.ragged_prefill.tuned import TUNED as PREFILL_CONFIGS
+from kernels_pallas.small_batch import (
+    QKVWeights,
+    gate_up,
+    gate_up_reference,
+    normed_input,
+    project_reference,
+    project_residual,
+    qkv_project,
+    qkv_project_reference,
+    rms_norm_reference,
+)
 
 TOLERANCE = 8e-3
 """Allowed ||kernel - reference|| / ||reference|| in bfloat16, whose rounding alone is 2e-3."""
@@ -54,6 +65,7 @@ def run(interpret: plgpu.InterpretGPUParams | None = None) -> Iterator[Outcome]:
         ("kv_write", _check_write),
         ("paged_decode", _check_decode),
         ("ragged_prefill", _check_prefill),
+        ("small_batch", _check_small_batch),
     ):
         begin = time.perf_counter()
         error, raised = float("nan"), None
@@ -138,6 +150,37 @@ def _check_prefill(interpret: plgpu.InterpretGPUParams | None) -> float:
     )
     got = ragged_prefill(*arguments, scale=0.1, plan=plan, config=config, interpret=interpret)
     return _relative_error(got, ragged_prefill_reference(*arguments, scale=0.1))
+
+
+def _check_small_batch(interpret: plgpu.InterpretGPUParams | None) -> float:
+    """A layer without attention, q taking the place of its output."""
+    hidden, mlp, heads, kv_heads, dim = 256, 64, 2, 1, 128
+    keys = iter(jax.random.split(jax.random.key(0), 8))
+
+    def matrix(rows: int, columns: int) -> jax.Array:
+        return jax.random.normal(next(keys), (rows, columns), jnp.bfloat16) * columns**-0.5
+
+    q, k, v = matrix(heads * dim, hidden), matrix(kv_heads * dim, hidden), matrix(kv_heads * dim, hidden)
+    o, gate, up, down = matrix(hidden, heads * dim), matrix(mlp, hidden), matrix(mlp, hidden), matrix(hidden, mlp)
+    x, norm, head_norm = 16 * matrix(8, hidden), jnp.full((hidden,), 0.5, jnp.bfloat16), jnp.ones((dim,), jnp.bfloat16)
+    weights = QKVWeights(q=q, k=k, v=v, q_norm=head_norm, k_norm=head_norm)
+    angles = jnp.arange(8.0)[:, None] * jnp.ones((dim // 2,)) / 3
+    slots = jnp.array([3, 9, 0, 31, 12, 13, 32, 2**30], jnp.int32)
+    cache = jnp.zeros((2, 2, 2, kv_heads, 16, dim), jnp.bfloat16)
+    cached = (jnp.cos(angles), jnp.sin(angles), cache, 1, slots)
+
+    source = normed_input(x, norm)
+    queries, kv = qkv_project(source, weights, *cached, eps=1e-6, interpret=interpret)
+    y, source = project_residual(queries.reshape(8, -1), o, x, norm, interpret=interpret)
+    y, _ = project_residual(
+        gate_up(source, gate, up, eps=1e-6, interpret=interpret), down, y, norm, interpret=interpret
+    )
+
+    want_q, want_kv = qkv_project_reference(rms_norm_reference(x, norm, 1e-6), weights, *cached, eps=1e-6)
+    want = x + project_reference(want_q.reshape(8, -1), o)
+    activation = gate_up_reference(rms_norm_reference(want, norm, 1e-6), gate, up)
+    want = want + project_reference(activation, down)
+    return max(_relative_error(kv, want_kv), _relative_error(y, want))
 
 
 if __name__ == "__main__":

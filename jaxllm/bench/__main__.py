@@ -5,6 +5,9 @@ from importlib import import_module
 
 BENCHMARKS = {
     "throughput": "many requests at once, in tokens per second, beside other engines",
+    "latency": "time of a decode step by batch size, beside the limit of the memory bandwidth",
+    "prefill": "prompt tokens per second, beside the limit of the matrix units",
+    "kernels": "the attention and projection kernels over a grid of shapes, beside cuDNN and plain jnp",
     "memory": "the measured KV-cache capacity against the truth, on a GPU",
 }
 

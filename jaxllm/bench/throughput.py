@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxllm import cli
+from jaxllm import SamplingParams, cli
+from jaxllm.bench.engines import add_model_option, make_llm
 from jaxllm.bench.workload import Workload, length_range, random_workload
 
 DESCRIPTION = """Generate for many random prompts and report tokens per second.
@@ -21,7 +22,7 @@ Run = Callable[[Workload], int]
 def make_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = cli.parser("bench throughput", DESCRIPTION)
-    parser.add_argument("--model", required=True, help="checkpoint folder, .gguf file, hub id, or smollm2")
+    add_model_option(parser)
     parser.add_argument("--num-requests", type=int, default=256, metavar="N")
     parser.add_argument("--input-len", type=length_range, default=(100, 1024), metavar="N|LOW:HIGH")
     parser.add_argument("--output-len", type=length_range, default=(100, 1024), metavar="N|LOW:HIGH")
@@ -92,9 +93,7 @@ def _fresh_tokens(workload: Workload, repetition: int) -> list[list[int]]:
 
 
 def _jaxllm(args: argparse.Namespace) -> tuple[Run, dict[str, Any]]:
-    from jaxllm import LLM, SamplingParams
-
-    llm = LLM(args.model, **cli.engine_options(args))
+    llm, _ = make_llm(args)
 
     def run(workload: Workload) -> int:
         params = [

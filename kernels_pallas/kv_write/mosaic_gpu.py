@@ -5,6 +5,8 @@ Moving the bytes costs no registers, and XLA's scatter, which must assume that s
 prefill sizes.
 """
 
+import functools
+
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -12,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from kernels_pallas.hopper import KVLayout
+from kernels_pallas.hopper import OPERAND_ALIGNMENT, KVLayout
 from kernels_pallas.kv_write.config import WriteConfig
 from kernels_pallas.kv_write.tuned import TUNED
 from kernels_pallas.warpgroup import Ref
@@ -54,7 +56,26 @@ def kv_write(
                 f"{name} is {value.dtype}{list(value.shape)}; expected {kv.dtype}{list(expected)} to match kv. Cast it."
             )
     config.check(kv_heads=layout.kv_heads, head_dim=layout.head_dim, itemsize=kv.dtype.itemsize)
+    return _write(kv, jnp.asarray(layer, jnp.int32), k, v, slots, config=config, interpret=interpret)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "interpret"))
+def _write(
+    kv: jax.Array,
+    layer: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    slots: jax.Array,
+    *,
+    config: WriteConfig,
+    interpret: plgpu.InterpretGPUParams | None,
+) -> jax.Array:
+    """`kv_write` of checked arguments: under its own `jit`, all layers of a program share one lowering."""
+    layout, tokens = KVLayout.of(kv), k.shape[0]
     size = config.tokens_per_block(tokens)
+    if tokens == 1 and layout.head_dim * kv.dtype.itemsize % OPERAND_ALIGNMENT:
+        # A slice of one token is contiguous and may start in the middle of another array. Padded, it is an array.
+        k, v = (jnp.pad(values, ((0, 1), (0, 0), (0, 0))) for values in (k, v))
 
     def kernel(
         layer_ref: Ref, slots_ref: Ref, k_ref: Ref, v_ref: Ref, kv_ref: Ref, k_tile: Ref, v_tile: Ref, ready: Ref
@@ -88,5 +109,5 @@ def kv_write(
         scratch_types=[tile, tile, plgpu.Barrier(num_arrivals=2)],
         kernel_name="kv_write",
         interpret=interpret,
-    )(jnp.reshape(jnp.asarray(layer, jnp.int32), (1,)), slots, k, v, aliased)
+    )(layer[None], slots, k, v, aliased)
     return aliased[...].reshape(kv.shape)

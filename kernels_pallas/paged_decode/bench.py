@@ -12,13 +12,16 @@ import numpy as np
 from jax._src.cudnn.fused_attention_stablehlo import MaskType
 from jax._src.cudnn.fused_attention_stablehlo import paged_attention as cudnn_paged_attention
 
-from kernels_pallas.paged_decode import DecodeConfig, paged_decode, plan_decode, tuned_config
+from kernels_pallas.paged_decode import DecodeConfig, paged_decode, paged_decode_reference, plan_decode, tuned_config
 from kernels_pallas.timing import median_seconds, random_array, repeated
 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """One measured shape. `lengths` is the context of every row, or the name of a distribution and its maximum."""
+    """One measured shape. `lengths` is the context of every row, or the name of a distribution and its maximum.
+
+    `cudnn` and `reference` say whether cuDNN's and plain jnp's attention are measured beside the kernel.
+    """
 
     rows: int
     lengths: int | tuple[str, int]
@@ -29,6 +32,7 @@ class Point:
     cudnn: bool = True
     kv_dtype: str = "bfloat16"
     config: DecodeConfig | None = None
+    reference: bool = False
 
     @property
     def max_context(self) -> int:
@@ -73,7 +77,7 @@ class Point:
 
 
 GRID = tuple(
-    Point(rows, context)
+    Point(rows, context, reference=rows * context <= 2**16)
     for rows in (1, 8, 64, 256, 512)
     for context in (256, 1024, 4096, 32768, 131072)
     if rows * context <= 2**23
@@ -97,7 +101,8 @@ def measure(points: tuple[Point, ...], copy_bytes_per_second: float) -> Iterator
     with ThreadPoolExecutor(16) as pool:
         ours = list(pool.map(_compile_kernel, points))
         others = list(pool.map(lambda point: _compile_cudnn(point) if point.cudnn else None, points))
-    for point, kernel, cudnn in zip(points, ours, others, strict=True):
+        plain = list(pool.map(lambda point: _compile_reference(point) if point.reference else None, points))
+    for point, kernel, cudnn, reference in zip(points, ours, others, plain, strict=True):
         times = _repetitions(point) * point.layers
         tables = jnp.asarray(_block_tables(point))
         lengths = jnp.asarray(point.context_lens())
@@ -110,6 +115,8 @@ def measure(points: tuple[Point, ...], copy_bytes_per_second: float) -> Iterator
             "TB/s": point.layer_bytes() / seconds / 1e12,
             "share": point.layer_bytes() / seconds / copy_bytes_per_second,
         }
+        if reference is not None:
+            result["jnp us"] = median_seconds(reference, q, kv, tables, lengths) / times * 1e6
         if cudnn is not None:
             pages = [kv[layer, part] for layer in range(point.layers) for part in range(2)]
             del kv
@@ -149,6 +156,20 @@ def _compile_kernel(point: Point) -> Callable[..., jax.Array]:
         def layers(q: jax.Array) -> jax.Array:
             for layer in range(point.layers):
                 q, _ = paged_decode(q, kv, layer, tables, lengths, scale=point.head_dim**-0.5, plan=plan, config=config)
+            return q
+
+        return repeated(layers, _repetitions(point))(q)
+
+    q, tables, lengths = _structs(point)
+    kv = jax.ShapeDtypeStruct(_cache_shape(point), point.kv_dtype)
+    return jax.jit(run).lower(q, kv, tables, lengths).compile()
+
+
+def _compile_reference(point: Point) -> Callable[..., jax.Array]:
+    def run(q: jax.Array, kv: jax.Array, tables: jax.Array, lengths: jax.Array) -> jax.Array:
+        def layers(q: jax.Array) -> jax.Array:
+            for layer in range(point.layers):
+                q, _ = paged_decode_reference(q, kv, layer, tables, lengths, scale=point.head_dim**-0.5)
             return q
 
         return repeated(layers, _repetitions(point))(q)

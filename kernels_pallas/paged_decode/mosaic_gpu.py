@@ -63,24 +63,45 @@ def paged_decode(
         ValueError: for shapes, dtypes or configurations the kernel cannot run.
     """
     layout = check_attention_arguments(q, kv, QUANTIZED_DTYPES)
-    rows, heads, head_dim = q.shape
     if plan is None:
-        config = config or tuned_config(head_dim, rows=rows, kv_heads=layout.kv_heads)
+        config = config or tuned_config(layout.head_dim, rows=q.shape[0], kv_heads=layout.kv_heads)
         max_context = block_tables.shape[1] * layout.block_size
         plan = plan_decode(context_lens, kv_heads=layout.kv_heads, max_context=max_context, config=config)
     if not plan.complete:
         raise ValueError("plan is of decode rows among others; expected one from plan_decode without row_tokens")
+    return _paged_decode(
+        q, kv, jnp.asarray(layer, jnp.int32), block_tables, plan,
+        jnp.asarray(k_scale, jnp.float32), jnp.asarray(v_scale, jnp.float32),
+        scale=scale, interpret=interpret,
+    )  # fmt: skip
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "interpret"))
+def _paged_decode(
+    q: jax.Array,
+    kv: jax.Array,
+    layer: jax.Array,
+    block_tables: jax.Array,
+    plan: DecodePlan,
+    k_scale: jax.Array,
+    v_scale: jax.Array,
+    *,
+    scale: float,
+    interpret: plgpu.InterpretGPUParams | None,
+) -> tuple[jax.Array, jax.Array]:
+    """`paged_decode` of checked arguments: under its own `jit`, all layers of a program share one lowering."""
+    heads, group = q.shape[1], q.shape[1] // kv.shape[3]
     out, lse, query_rows = decode_rows(
         q, kv, layer, block_tables, plan,
-        scale=scale, scales=cache_scales(k_scale, v_scale), into=None, interpret=interpret,
+        scale=scale, scales=jnp.stack([k_scale, v_scale]), into=None, interpret=interpret,
     )  # fmt: skip
-    return out.reshape(q.shape), select_heads(lse, heads=heads, group=heads // layout.kv_heads, query_rows=query_rows)
+    return out.reshape(q.shape), select_heads(lse, heads=heads, group=group, query_rows=query_rows)
 
 
 def decode_rows(
     q: Float[Array, "tokens heads head_dim"],
     kv: Float[Array, "layers 2 num_blocks kv_heads block_size head_dim"],
-    layer: int | Int32[Array, ""],
+    layer: Int32[Array, ""],
     block_tables: Int32[Array, "rows max_blocks"],
     plan: DecodePlan,
     *,
@@ -145,7 +166,7 @@ def decode_rows(
         kernel_name="paged_decode",
         interpret=interpret,
     )(
-        jnp.reshape(jnp.asarray(layer, jnp.int32), (1,)),
+        layer[None],
         plan.item_row,
         plan.item_token,
         plan.item_begin,
@@ -164,8 +185,3 @@ def decode_rows(
             kv_heads=layout.kv_heads, group=group, query_rows=queries.shape[0], interpret=interpret,
         )  # fmt: skip
     return out, lse, queries.shape[0]
-
-
-def cache_scales(k_scale: float | Float[Array, ""], v_scale: float | Float[Array, ""]) -> Float32[Array, "2"]:
-    """The factors of a quantized cache's K and V as the kernels take them."""
-    return jnp.stack([jnp.asarray(k_scale, jnp.float32), jnp.asarray(v_scale, jnp.float32)])

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas.hopper import KVLayout
+from kernels_pallas.paged_decode import paged_decode, plan_decode, tuned_config
 from kernels_pallas.ragged_prefill import PrefillConfig, plan_prefill, ragged_prefill
 from kernels_pallas.timing import median_seconds, random_array, repeated
 
@@ -97,29 +98,50 @@ POINTS = (
 
 
 def measure(points: tuple[Point, ...], matmul_flops_per_second: float) -> Iterator[dict[str, Any]]:
-    """Compile all points in parallel, then time each: microseconds, TFLOP/s and share of the matmul ceiling."""
+    """Compile all points in parallel, then time each: microseconds, TFLOP/s and share of the matmul ceiling.
+
+    "apart us" is what decode rows and chunks of a mixed batch take in two launches of two kernels. "cudnn us" is its
+    dense attention; behind context that is two calls, over the context and over the chunk, without their merge.
+    """
+    apart = {point: dataclasses.replace(point, decode_rows=0) for point in points if point.decode_rows}
+    compiled = {*points, *apart.values()}
     with ThreadPoolExecutor(16) as pool:
-        ours = list(pool.map(_compile_kernel, points))
+        ours = dict(zip(compiled, pool.map(_compile_kernel, compiled), strict=True))
+        decode = dict(zip(apart, pool.map(_compile_decode_rows, apart), strict=True))
         others = list(pool.map(_compile_cudnn, points))
-    for point, kernel, cudnn in zip(points, ours, others, strict=True):
-        times = _repetitions(point)
-        tables, lengths = jnp.asarray(point.block_tables()), jnp.asarray(point.context_lens)
-        cu = jnp.asarray(np.concatenate([[0], np.cumsum(point.q_lens)]).astype(np.int32))
-        q = random_array((int(point.q_lens.sum()), point.heads, point.head_dim), jnp.bfloat16, seed=1)
-        kv = random_array(point.cache_shape, jnp.bfloat16)
-        seconds = median_seconds(kernel, q, kv, tables, lengths, cu) / times
+    for point, cudnn in zip(points, others, strict=True):
+        seconds = _kernel_seconds(point, ours[point])
         result: dict[str, Any] = {
             "point": point.name,
             "us": seconds * 1e6,
             "TFLOP/s": point.flops / seconds / 1e12,
             "share": point.flops / seconds / matmul_flops_per_second,
         }
+        if point in apart:
+            seconds = _kernel_seconds(apart[point], ours[apart[point]]) + _decode_seconds(point, decode[point])
+            result["apart us"] = seconds * 1e6
         if cudnn is not None:
-            k = random_array((point.rows, point.tokens, point.kv_heads, point.head_dim), jnp.bfloat16)
-            q = q.reshape(point.rows, point.tokens, point.heads, point.head_dim)
-            result["cudnn us"] = median_seconds(cudnn, q, k, k + 1) / times * 1e6
+            q, k, context = (random_array(shape, jnp.bfloat16) for shape in _dense_shapes(point))
+            seconds = median_seconds(cudnn, q, k, k + 1, context, context + 1) / _repetitions(point)
+            result["cudnn us"] = seconds * 1e6
             result["gain"] = result["cudnn us"] / result["us"]
         yield result
+
+
+def _kernel_seconds(point: Point, kernel: Callable[..., jax.Array]) -> float:
+    tables, lengths = jnp.asarray(point.block_tables()), jnp.asarray(point.context_lens)
+    cu = jnp.asarray(np.concatenate([[0], np.cumsum(point.q_lens)]).astype(np.int32))
+    q = random_array((int(point.q_lens.sum()), point.heads, point.head_dim), jnp.bfloat16, seed=1)
+    kv = random_array(point.cache_shape, jnp.bfloat16)
+    return median_seconds(kernel, q, kv, tables, lengths, cu) / _repetitions(point)
+
+
+def _decode_seconds(point: Point, kernel: Callable[..., jax.Array]) -> float:
+    tables = jnp.asarray(point.block_tables()[: point.decode_rows])
+    lengths = jnp.asarray(point.context_lens[: point.decode_rows])
+    q = random_array((point.decode_rows, point.heads, point.head_dim), jnp.bfloat16, seed=1)
+    kv = random_array(point.cache_shape, jnp.bfloat16)
+    return median_seconds(kernel, q, kv, tables, lengths) / _repetitions(point)
 
 
 def _repetitions(point: Point) -> int:
@@ -154,17 +176,52 @@ def _compile_kernel(point: Point) -> Callable[..., jax.Array]:
     )
 
 
-def _compile_cudnn(point: Point) -> Callable[..., jax.Array] | None:
-    if point.before or point.decode_rows or point.head_dim > 128:
-        return None  # its causal mask starts at position 0, and its heads end at 128
+def _compile_decode_rows(point: Point) -> Callable[..., jax.Array]:
+    def run(q: jax.Array, kv: jax.Array, tables: jax.Array, lengths: jax.Array) -> jax.Array:
+        config = tuned_config(point.head_dim, rows=point.decode_rows, kv_heads=point.kv_heads)
+        width = tables.shape[1] * point.block_size
+        plan = plan_decode(lengths, kv_heads=point.kv_heads, max_context=width, config=config)
 
-    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         def layer(q: jax.Array) -> jax.Array:
-            return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+            return paged_decode(q, kv, 1, tables, lengths, scale=point.head_dim**-0.5, plan=plan)[0]
 
         return repeated(layer, _repetitions(point))(q)
 
     struct = jax.ShapeDtypeStruct
-    q = struct((point.rows, point.tokens, point.heads, point.head_dim), jnp.bfloat16)
-    k = struct((point.rows, point.tokens, point.kv_heads, point.head_dim), jnp.bfloat16)
-    return jax.jit(run).lower(q, k, k).compile()
+    return (
+        jax.jit(run)
+        .lower(
+            struct((point.decode_rows, point.heads, point.head_dim), jnp.bfloat16),
+            struct(point.cache_shape, jnp.bfloat16),
+            struct((point.decode_rows, point.block_tables().shape[1]), jnp.int32),
+            struct((point.decode_rows,), jnp.int32),
+        )
+        .compile()
+    )
+
+
+def _dense_shapes(point: Point) -> tuple[tuple[int, ...], ...]:
+    """Shapes of q, of the chunks' K or V, and of their context's K or V (one token where there is none)."""
+    return (
+        (point.rows, point.tokens, point.heads, point.head_dim),
+        (point.rows, point.tokens, point.kv_heads, point.head_dim),
+        (point.rows, max(point.before, 1), point.kv_heads, point.head_dim),
+    )
+
+
+def _compile_cudnn(point: Point) -> Callable[..., jax.Array] | None:
+    if point.decode_rows or point.head_dim > 128:
+        return None  # its heads end at 128
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, k_before: jax.Array, v_before: jax.Array) -> jax.Array:
+        def layer(q: jax.Array) -> jax.Array:
+            attended = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+            if not point.before:
+                return attended
+            # Its causal mask starts at position 0, so that what all tokens see is a call of its own.
+            return attended + jax.nn.dot_product_attention(q, k_before, v_before, implementation="cudnn")
+
+        return repeated(layer, _repetitions(point))(q)
+
+    q, k, before = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in _dense_shapes(point))
+    return jax.jit(run).lower(q, k, k, before, before).compile()

@@ -15,8 +15,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from kernels_pallas.hopper import LOG2_E, check_attention_arguments
-from kernels_pallas.paged_decode.mosaic_gpu import QUANTIZED_DTYPES, cache_scales, decode_rows
+from kernels_pallas.hopper import LOG2_E, KVLayout, check_attention_arguments
+from kernels_pallas.paged_decode.mosaic_gpu import QUANTIZED_DTYPES, decode_rows
 from kernels_pallas.ragged_prefill.config import COMPUTE_WARPGROUPS, PrefillConfig, tile_tokens
 from kernels_pallas.ragged_prefill.kernel import prefill_kernel
 from kernels_pallas.ragged_prefill.plan import PrefillPlan, padded_tokens, plan_prefill
@@ -67,21 +67,49 @@ def ragged_prefill(
     tokens, heads, head_dim = q.shape
     config = config or TUNED[head_dim]
     config.check(head_dim=head_dim, block_size=layout.block_size, kv_itemsize=kv.dtype.itemsize)
-    dtype = q.dtype
     if kv.dtype != q.dtype:
         # The warpgroups wait for each other's conversions: they cannot take turns as well.
-        dtype, config = jnp.dtype(jnp.float16), dataclasses.replace(config, alternate=False)
+        config = dataclasses.replace(config, alternate=False)
     if interpret is not None:
         config = dataclasses.replace(config, weights_in_registers=False)
-    group = heads // layout.kv_heads
-    tile = tile_tokens(group)
+    tile = tile_tokens(heads // layout.kv_heads)
     if plan is None:
         plan = plan_prefill(
             context_lens, cu_q_lens,
             num_tokens=tokens, heads=heads, kv=layout, max_context=block_tables.shape[1] * layout.block_size,
         )  # fmt: skip
     if plan.tokens != tile:
-        raise ValueError(f"plan has tiles of {plan.tokens} tokens; expected {tile} for {group} heads per KV head")
+        raise ValueError(
+            f"plan has tiles of {plan.tokens} tokens; expected {tile} for {heads // layout.kv_heads} heads per KV head"
+        )
+    return _ragged_prefill(
+        q, kv, jnp.asarray(layer, jnp.int32), block_tables, plan,
+        jnp.asarray(k_scale, jnp.float32), jnp.asarray(v_scale, jnp.float32),
+        scale=scale, config=config, interpret=interpret,
+    )  # fmt: skip
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "config", "interpret"))
+def _ragged_prefill(
+    q: jax.Array,
+    kv: jax.Array,
+    layer: jax.Array,
+    block_tables: jax.Array,
+    plan: PrefillPlan,
+    k_scale: jax.Array,
+    v_scale: jax.Array,
+    *,
+    scale: float,
+    config: PrefillConfig,
+    interpret: plgpu.InterpretGPUParams | None,
+) -> jax.Array:
+    """`ragged_prefill` of checked arguments: under its own `jit`, all layers of a program share one lowering."""
+    layout = KVLayout.of(kv)
+    tokens, heads, head_dim = q.shape
+    group = heads // layout.kv_heads
+    tile = tile_tokens(group)
+    # wgmma takes a transposed V only in 16 bits, to which a float8 cache is converted without loss.
+    dtype = q.dtype if kv.dtype == q.dtype else jnp.dtype(jnp.float16)
     # Tiles are read and written as groups of 8 tokens: the last one must lie inside the arrays.
     padding = padded_tokens(tokens, tile) - tokens
     queries = jnp.pad(q, ((0, padding), (0, 0), (0, 0))) if padding else q
@@ -96,7 +124,7 @@ def ragged_prefill(
         dtype=dtype,
         out_dtype=q.dtype,
     )
-    scales = cache_scales(k_scale, v_scale)
+    scales = jnp.stack([k_scale, v_scale])
     out = plgpu.kernel(
         functools.partial(prefill_kernel, shape),
         out_type=jax.ShapeDtypeStruct(queries.shape, q.dtype),
@@ -109,7 +137,7 @@ def ragged_prefill(
         kernel_name="ragged_prefill",
         interpret=interpret,
     )(
-        jnp.reshape(jnp.asarray(layer, jnp.int32), (1,)),
+        layer[None],
         plan.used,
         scales,
         plan.tile_row,

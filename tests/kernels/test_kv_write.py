@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from kernels_pallas.kv_write import WriteConfig, kv_write, kv_write_reference
 
@@ -47,15 +48,22 @@ def test_reference_writes_only_its_slots(name):
 
 
 @pytest.mark.gpu
-def test_is_in_place_through_layers_and_loops():
+@pytest.mark.parametrize("sharded", [False, True])
+def test_is_in_place_through_layers_and_loops(sharded):
     """A donated cache is written by several layers inside a loop without a copy of even one layer."""
+    write = kv_write
+    if sharded:
+        mesh = jax.make_mesh((1,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
+        heads, cache, whole = P(None, "tensor", None), P(None, None, None, "tensor", None, None), P()
+        specs = (cache, whole, heads, heads, whole)
+        write = jax.shard_map(kv_write, mesh=mesh, in_specs=specs, out_specs=cache, check_vma=False)
     kv = jnp.zeros((4, 2, 512, 2, 64, 128), jnp.bfloat16)
     k = jnp.ones((64, 2, 128), jnp.bfloat16)
 
     def step(kv, k, slots):
         def body(index, kv):
             for layer in range(4):
-                kv = kv_write(kv, layer, k, k, slots + index)
+                kv = write(kv, jnp.int32(layer), k, k, slots + index)
             return kv
 
         return jax.lax.fori_loop(0, 3, body, kv)

@@ -1,5 +1,7 @@
 """Every kernel lowers for CUDA on a machine without a GPU; layouts are inferred in that step."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -52,6 +54,17 @@ def test_whole_rows_need_one_kernel():
     assert text.count("@mosaic_gpu_v2") == 1
 
 
+def test_one_token_of_narrow_heads_is_copied_before_the_write():
+    """XLA would hand on such a slice, at 128 bytes, as it is, and kernels refuse operands not aligned to 256."""
+    cache, qkv = ((1, 2, 4, 1, 16, 64), jnp.bfloat16), ((1, 192), jnp.bfloat16)
+
+    def write(kv, qkv, slots):
+        return kv_write(kv, 0, qkv[:, None, 64:128], qkv[:, None, 128:], slots)
+
+    text = lower(write, cache, qkv, ((1,), jnp.int32))
+    assert text.count("call @_pad") == 2
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
 def test_the_write_lowers(dtype):
     new = ((24, 2, 128), dtype)
@@ -101,3 +114,26 @@ def test_attention_over_a_float8_cache_lowers(head_dim):
         q, kv, *integers, ((9,), jnp.int32),
     )  # fmt: skip
     assert text.count("@mosaic_gpu_v2") == 3
+
+
+def test_layers_share_one_lowering():
+    """Four layers of a step lower each kernel once, the layer being an operand, and the cache is written in place."""
+    new, cache = ((8, 4, 128), jnp.bfloat16), ((4, 2, 20, 4, 64, 128), jnp.bfloat16)
+
+    def step(q, k, kv, tables, lens, slots):
+        def body(_, carry):
+            q, kv = carry
+            for layer in range(4):
+                kv = kv_write(kv, layer, k, k, slots)
+                q, _ = paged_decode(q, kv, layer, tables, lens, scale=1.0, config=DecodeConfig(min_piece=8192))
+            return q, kv
+
+        return jax.lax.fori_loop(0, 3, body, (q, kv))
+
+    text = lower(
+        step, ((8, 8, 128), jnp.bfloat16), new, cache, ((8, 100), jnp.int32), ((8,), jnp.int32), ((8,), jnp.int32)
+    )
+    assert text.count("@mosaic_gpu_v2") == 2
+    assert text.count("call @_write") == 4
+    (write,) = re.findall(r"func private @_write\(.*?\n  }", text, re.DOTALL)
+    assert "output_operand_aliases = [#stablehlo.output_operand_alias" in write

@@ -1,0 +1,78 @@
+"""Time of a decode step by batch size: what a request waits for each of its tokens."""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from jaxllm import SamplingParams, cli
+from jaxllm.bench.engines import add_model_option, make_llm
+from jaxllm.bench.limits import decode_seconds, measure_ceilings
+
+DESCRIPTION = """Generate in batches of several sizes and report the time between two tokens of a request.
+
+It is (time of the last token - time of the first) / (tokens - 1), the median over requests and repetitions. The limit
+is the time to read weights and KV once, at the copy bandwidth measured in the same run."""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = cli.parser("bench latency", DESCRIPTION)
+    add_model_option(parser)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64, 256], metavar="N")
+    parser.add_argument("--input-len", type=int, nargs="+", default=[512, 257], metavar="N")
+    parser.add_argument("--output-len", type=int, default=257, metavar="N")
+    parser.add_argument("--repetitions", type=int, default=3, help="runs after one that is not counted (default 3)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    cli.add_engine_options(parser)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; the exit code."""
+    args = make_parser().parse_args(argv)
+    cli.set_up_logging(args.verbose)
+    with cli.exit_codes():
+        llm, startup = make_llm(args, enable_prefix_caching=False, max_num_seqs=max(args.batch))
+        results = run(llm, args)
+        if args.json:
+            print(json.dumps({"startup_seconds": startup, "steps": results}))
+        for point in [] if args.json else results:
+            limit = f", limit {point['limit_ms']:.2f} ms" if point["limit_ms"] else ""
+            print(
+                f"batch {point['batch']:4}, prompts of {point['input_len']}: {point['step_ms']:.3f} ms a token{limit}"
+            )
+    return cli.OK
+
+
+def run(llm: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """One result for each batch and prompt length."""
+    ceilings = measure_ceilings()
+    params = SamplingParams(temperature=0, max_tokens=args.output_len, ignore_eos=True)
+    results = []
+    for batch in args.batch:
+        for length in args.input_len:
+            prompts = [
+                [(31 * row + token) % 10_000 % llm.model_config.vocab_size for token in range(length)]
+                for row in range(batch)
+            ]
+            times = []
+            for repetition in range(args.repetitions + 1):
+                outputs = llm.generate(prompts, params, use_tqdm=False)
+                if repetition:
+                    times += [
+                        (o.metrics.finished_time - o.metrics.first_token_time) / (args.output_len - 1) for o in outputs
+                    ]
+            limit = None
+            if ceilings is not None:
+                itemsize = llm.engine.runner.spec.dtype.itemsize
+                limit = 1e3 * decode_seconds(ceilings, llm.model_config, itemsize, batch, length + args.output_len / 2)
+            step = 1e3 * statistics.median(times)
+            results.append({"batch": batch, "input_len": length, "step_ms": step, "limit_ms": limit})
+    return results
+
+
+if __name__ == "__main__":
+    sys.exit(main())
