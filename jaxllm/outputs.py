@@ -1,7 +1,52 @@
 """What a request gives back, in vLLM's shape."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Log probability of one token.
+
+    Attributes:
+        logprob: natural logarithm of the model's probability, before temperature, penalties, masks and filters.
+        rank: its place among all tokens; 1 is the most likely.
+        decoded_token: its text by itself; None where the engine has no tokenizer or the request asks for none.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+Logprobs = dict[int, Logprob]
+"""The chosen token first, then the most likely ones in falling order."""
+
+
+def token_logprobs(
+    token: int,
+    logprob: float,
+    rank: int,
+    top: Sequence[float],
+    top_ids: Sequence[int],
+    text: Callable[[int], str] | None = None,
+) -> Logprobs:
+    """Log probabilities at one position.
+
+    Args:
+        token: the chosen token, or the prompt's.
+        logprob: its log probability.
+        rank: how many tokens are at least as likely.
+        top: of the most likely tokens, in falling order, as many as the request asks for.
+        top_ids: which these are.
+        text: of a token by its id; None for no text.
+    """
+    # Of equally likely tokens the first has the lowest rank, so a token that is among the most likely takes its place.
+    entries = {token: (logprob, rank)} | {
+        index: (value, place) for place, (index, value) in enumerate(zip(top_ids, top, strict=True), 1)
+    }
+    return {index: Logprob(value, place, text and text(index)) for index, (value, place) in entries.items()}
 
 
 @dataclass(frozen=True)
@@ -14,6 +59,8 @@ class CompletionOutput:
         token_ids: every generated token, those that ended it included.
         finish_reason: "stop", "length", "abort" or, for a request that was refused, "error"; None while running.
         stop_reason: the stop string or stop token id that ended it; None otherwise.
+        logprobs: for each token; None where the request asks for none.
+        cumulative_logprob: sum of those of the tokens; None where the request asks for none.
     """
 
     index: int
@@ -21,6 +68,8 @@ class CompletionOutput:
     token_ids: list[int]
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    logprobs: list[Logprobs] | None = None
+    cumulative_logprob: float | None = None
 
 
 @dataclass(frozen=True)
@@ -59,6 +108,7 @@ class RequestOutput:
         finished: whether it has ended.
         metrics: times and counts.
         error: why it was refused; None otherwise.
+        prompt_logprobs: for each token of the prompt, None for the first; None where the request asks for none.
     """
 
     request_id: str
@@ -68,6 +118,7 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics | None = None
     error: str | None = None
+    prompt_logprobs: list[Logprobs | None] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -86,9 +137,13 @@ class StreamDelta:
         text: new text that is final: never half a character, never a part of a stop string.
         token_ids: the new tokens. Text can lag behind them.
         output: the whole request, in its last delta only.
+        output_index: which of the request's `n` outputs it belongs to.
+        logprobs: of the new tokens; None where the request asks for none.
     """
 
     index: int
     text: str
     token_ids: list[int] = field(default_factory=list)
     output: RequestOutput | None = None
+    output_index: int = 0
+    logprobs: list[Logprobs] | None = None

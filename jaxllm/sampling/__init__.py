@@ -1,4 +1,5 @@
 """Choosing tokens from logits, on the device.
 
-May import JAX only.
+`sampler` chooses, `logprobs` reports; on the host `variant` says what a batch needs and `packing` makes numbers of a
+request's parameters. May import JAX and, in `packing`, `sampling_params`; `variant` imports nothing.
 """

@@ -1,135 +1,119 @@
 """The sampler: one token per row from its logits, batched, with parameters per row.
 
-Filters keep sets that are defined by a threshold ("all tokens at least as likely as ..."), so ties are never split and
-no sort is needed: the threshold is found by descending over the bits of the logits' ordered integer form.
+A row takes the most likely of its tokens after noise of its temperature was added (the Gumbel-max rule), so greedy
+rows, whose temperature is 0, need no branch of their own.
 """
 
 from enum import IntEnum
-from typing import NamedTuple
+from functools import partial
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxllm.sampling import edits
+from jaxllm.sampling.filters import smallest_kept
+from jaxllm.sampling.inputs import SamplingInputs
+from jaxllm.sampling.noise import gumbel, row_keys
+from jaxllm.sampling.variant import Filters, SamplerVariant
+
+_LARGEST_TEMPERATURE = 1e30
+"""Far below it logits make no difference any more; above it noise would overflow."""
 
 
 class SamplingMode(IntEnum):
-    """How much work a batch needs; the host picks the largest of its rows', so that nobody pays for the rest."""
+    """How much work a batch needs, where that is chosen on the device."""
 
     GREEDY = 0
     TEMPERATURE = 1
     FILTERED = 2
 
 
-class SamplingInputs(NamedTuple):
-    """Sampling parameters by row.
-
-    Attributes:
-        temperature: 0 is greedy.
-        top_k: 0 keeps all.
-        top_p: in (0, 1].
-        min_p: in [0, 1].
-        seed: the two halves of the request's seed, high and low.
-        position: position that the sampled token will take in its sequence.
-        suppressed: token ids that must not be chosen, filled up with ids past the vocabulary.
-        mode: a `SamplingMode` for the whole batch.
-    """
-
-    temperature: Float[Array, "rows"]
-    top_k: Int[Array, "rows"]
-    top_p: Float[Array, "rows"]
-    min_p: Float[Array, "rows"]
-    seed: UInt32[Array, "rows 2"]
-    position: Int[Array, "rows"]
-    suppressed: Int[Array, "rows ids"]
-    mode: Int[Array, ""]
+_VARIANT_OF_MODE = {
+    SamplingMode.GREEDY: SamplerVariant(edits=True, draws=False),
+    SamplingMode.TEMPERATURE: SamplerVariant(edits=True),
+    SamplingMode.FILTERED: SamplerVariant(edits=True, filters=Filters.ALL),
+}
 
 
 def sample(
-    logits: Float[Array, "rows vocab"], inputs: SamplingInputs, known_tokens: Bool[np.ndarray, "known"]
+    logits: Float[Array, "rows vocab"],
+    inputs: SamplingInputs,
+    known_tokens: Bool[np.ndarray, "known"],
+    variant: SamplerVariant | None = None,
 ) -> Int[Array, "rows"]:
     """One token per row.
 
-    Rows are independent: a row's token depends on its own logits, parameters, seed and position alone.
+    Rows are independent: a row's token depends on its own logits, parameters, seed and position alone, and not on the
+    variant, as long as that covers what the row asks for.
+
+    One pass over the logits, and those of the filters. Reductions over the vocabulary are maxima, sums and
+    argmax over token ids, which shards of the vocabulary can do each for itself and combine.
 
     Args:
         logits: float32; -inf excludes a token.
         inputs: parameters by row.
         known_tokens: which ids the tokenizer knows. Others, and those beyond the mask, are padding of the checkpoint
             or the mesh and are never chosen.
+        variant: what exists in the program. None leaves the choice to `inputs.mode`, on the device.
 
     Returns:
         int32 token ids. Greedy rows take the lowest id among equally likely tokens.
+
+    Raises:
+        ValueError: if the variant needs inputs that are None.
     """
-    rows = jnp.arange(logits.shape[0])[:, None]
+    if variant is None:
+        branches = [
+            partial(_sample, known_tokens=known_tokens, variant=_VARIANT_OF_MODE[mode]) for mode in SamplingMode
+        ]
+        return lax.switch(_given(inputs.mode, "mode"), branches, logits, inputs)
+    return _sample(logits, inputs, known_tokens, variant)
+
+
+def _sample(
+    logits: Float[Array, "rows vocab"],
+    inputs: SamplingInputs,
+    known_tokens: Bool[np.ndarray, "known"],
+    variant: SamplerVariant,
+) -> Int[Array, "rows"]:
+    logits = adjust_logits(logits, inputs, variant)
     known = np.pad(known_tokens, (0, logits.shape[1] - len(known_tokens)))
-    logits = jnp.where(known, logits, -jnp.inf)
-    logits = logits.at[rows, inputs.suppressed].set(-jnp.inf, mode="drop")
-    branches = [_greedy, _draw, lambda logits, inputs: _draw(filter_logits(logits, inputs), inputs)]
-    return lax.switch(inputs.mode, branches, logits, inputs)
-
-
-def _greedy(logits: Float[Array, "rows vocab"], inputs: SamplingInputs) -> Int[Array, "rows"]:
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-
-
-def _draw(logits: Float[Array, "rows vocab"], inputs: SamplingInputs) -> Int[Array, "rows"]:
-    """Draw from softmax(logits / temperature) by the Gumbel-max rule; greedy rows get no noise.
-
-    The noise is a function of (seed, position, token id), so a request draws the same in any batch.
-    """
-
-    def gumbel(seed: UInt32[Array, "2"], position: Int[Array, ""]) -> Float[Array, "vocab"]:
-        key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)
-        return jax.random.gumbel(key, logits.shape[-1:], jnp.float32)
-
-    scaled = scale(logits, inputs.temperature)
-    noise = jax.vmap(gumbel)(inputs.seed, inputs.position)
-    noisy = jnp.where((inputs.temperature > 0)[:, None], scaled + noise, logits)
+    if not known.all():
+        logits = jnp.where(known, logits, -jnp.inf)
+    if not variant.draws:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    noise = gumbel(row_keys(inputs.seed, inputs.position), jnp.arange(logits.shape[1]))
+    noisy = logits + jnp.minimum(inputs.temperature, _LARGEST_TEMPERATURE)[:, None] * noise
+    if variant.filters is not Filters.NONE:
+        noisy = jnp.where(logits >= smallest_kept(logits, inputs, variant.filters)[:, None], noisy, -jnp.inf)
     return jnp.argmax(noisy, axis=-1).astype(jnp.int32)
 
 
-def scale(logits: Float[Array, "rows vocab"], temperature: Float[Array, "rows"]) -> Float[Array, "rows vocab"]:
-    """Logits relative to the row's largest, divided by the temperature: at most 0, so no temperature can overflow."""
-    relative = logits - logits.max(axis=-1, keepdims=True)
-    scaled = relative / jnp.where(temperature > 0, temperature, 1.0)[:, None]
-    return jnp.where(logits > -jnp.inf, scaled, -jnp.inf)  # -inf over a huge temperature would be NaN
+def adjust_logits(
+    logits: Float[Array, "rows vocab"], inputs: SamplingInputs, variant: SamplerVariant
+) -> Float[Array, "rows vocab"]:
+    """Logits after masks, bad words, biases, penalties and the user's processors, in vLLM's order."""
+    if variant.mask:
+        logits = edits.apply_mask(logits, _given(inputs.mask, "mask"))
+    if variant.edits:
+        logits = edits.suppress(logits, inputs.suppressed)
+        if inputs.edits is not None:
+            history = _given(inputs.history, "history")
+            logits = edits.forbid_words(logits, inputs.edits.bad_words, history, inputs.position)
+            logits = edits.add_bias(logits, inputs.edits)
+    if variant.penalties:
+        history = _given(inputs.history, "history")
+        logits = edits.penalize(logits, _given(inputs.penalties, "penalties"), history, inputs.position)
+    for place, processor in enumerate(variant.processors):
+        asked = edits.asked(_given(inputs.processors, "processors"), place)
+        logits = jnp.where(asked, processor(logits, inputs), logits)
+    return logits
 
 
-def filter_logits(logits: Float[Array, "rows vocab"], inputs: SamplingInputs) -> Float[Array, "rows vocab"]:
-    """Set to -inf what min_p, then top_k, then top_p exclude (vLLM's order); the most likely token always stays."""
-    scaled = scale(logits, inputs.temperature)
-    keys = _ordered(scaled)
-    most_likely = keys.max(axis=-1, keepdims=True)
-    # p >= min_p * p_max, and `scaled` is log(p / p_max).
-    kept = scaled >= jnp.log(inputs.min_p)[:, None]
-
-    k = jnp.where(inputs.top_k > 0, inputs.top_k, logits.shape[-1])
-    kept &= keys >= _threshold(keys, kept.astype(jnp.float32), k.astype(jnp.float32))
-
-    mass = jnp.where(kept, jnp.exp(scaled), 0.0)
-    wanted = jnp.where(inputs.top_p < 1, inputs.top_p * mass.sum(axis=-1), jnp.inf)
-    kept &= keys >= _threshold(keys, mass, wanted)
-    return jnp.where(kept | (keys == most_likely), logits, -jnp.inf)
-
-
-def _ordered(x: Float[Array, "rows vocab"]) -> UInt32[Array, "rows vocab"]:
-    """Unsigned integers in the order of the floats (the radix-sort key of IEEE 754 numbers)."""
-    bits = lax.bitcast_convert_type(x + 0.0, jnp.uint32)  # + 0.0 makes -0.0 equal to 0.0
-    negative = bits >> 31 == 1
-    return jnp.where(negative, ~bits, bits | jnp.uint32(1 << 31))
-
-
-def _threshold(
-    keys: UInt32[Array, "rows vocab"], weights: Float[Array, "rows vocab"], wanted: Float[Array, "rows"]
-) -> UInt32[Array, "rows 1"]:
-    """The largest key t for which the entries with key >= t weigh at least `wanted`; 0 if all together weigh less."""
-
-    def take_bit(i: Int[Array, ""], threshold: UInt32[Array, "rows"]) -> UInt32[Array, "rows"]:
-        candidate = threshold | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
-        weight = jnp.sum(jnp.where(keys >= candidate[:, None], weights, 0.0), axis=-1)
-        return jnp.where(weight >= wanted, candidate, threshold)
-
-    start = jnp.zeros(keys.shape[:1], jnp.uint32)
-    return lax.fori_loop(0, 32, take_bit, start)[:, None]
+def _given(value: Any, name: str) -> Any:
+    if value is None:
+        raise ValueError(f"SamplingInputs.{name} is None, but the variant of the sampler needs it")
+    return value

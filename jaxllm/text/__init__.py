@@ -3,8 +3,9 @@
 Works on any transformers tokenizer; imports nothing of jaxllm.
 """
 
-from jaxllm.text.detokenizer import Detokenizer
+from jaxllm.text.bad_words import bad_word_tokens
+from jaxllm.text.detokenizer import Detokenizer, token_text
 from jaxllm.text.prompt import apply_chat, encode_prompt
 from jaxllm.text.stop import StopStrings
 
-__all__ = ["Detokenizer", "StopStrings", "apply_chat", "encode_prompt"]
+__all__ = ["Detokenizer", "StopStrings", "apply_chat", "bad_word_tokens", "encode_prompt", "token_text"]

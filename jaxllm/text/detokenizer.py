@@ -41,6 +41,7 @@ class _Vocabulary:
         self._lookup = tokenizer.convert_ids_to_tokens
         self._tokens: dict[int, str | None] = {}
         self._bytes: dict[int, bytes] = {}
+        self.texts: dict[int, str] = {}
 
     def token(self, index: int) -> str | None:
         """The token as the vocabulary writes it; None for an id beyond the tokenizer, which decodes to nothing."""
@@ -73,6 +74,27 @@ def _vocabulary(tokenizer: Any) -> _Vocabulary:
     if tokenizer not in _VOCABULARIES:
         _VOCABULARIES[tokenizer] = _Vocabulary(tokenizer)
     return _VOCABULARIES[tokenizer]
+
+
+def token_text(tokenizer: Any, index: int) -> str:
+    """The text of one token by itself, as it stands within a text: with its space, special tokens as they are written.
+
+    Half a character is U+FFFD. Kept for each token, so that repeated calls are a look-up.
+    """
+    vocabulary = _vocabulary(tokenizer)
+    if index not in vocabulary.texts:
+        if vocabulary.byte_level:
+            text = vocabulary.token_bytes(index).decode(errors="replace")
+        elif vocabulary.token(index) is None:
+            text = ""
+        else:  # the second of two shows the space that the first one of a text loses
+            once, twice = (
+                tokenizer.decode([index] * times, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+                for times in (1, 2)
+            )
+            text = twice[len(once) :]
+        vocabulary.texts[index] = text
+    return vocabulary.texts[index]
 
 
 class Detokenizer:

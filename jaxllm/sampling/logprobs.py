@@ -1,0 +1,84 @@
+"""Log probabilities of tokens: the model's own, before temperature, penalties, masks and filters.
+
+That is vLLM's default (`raw_logprobs`), but for structured output, whose mask vLLM applies before it takes them; here
+they stay those of the model.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxllm.sampling.largest import largest
+
+CHUNK = 256
+"""Prompt tokens whose logits exist at the same time: 156 MB in float32 at a vocabulary of 151,936."""
+
+
+class TokenLogprobs(NamedTuple):
+    """Log probabilities of one token per row and of the most likely ones.
+
+    Attributes:
+        chosen: of the token.
+        rank: how many tokens are at least as likely, itself included; 1 is the most likely one.
+        top: of the most likely tokens, in falling order.
+        ids: which these are; of equally likely ones the lowest come first.
+    """
+
+    chosen: Float[Array, "rows"]
+    rank: Int[Array, "rows"]
+    top: Float[Array, "rows count"]
+    ids: Int[Array, "rows count"]
+
+
+def token_logprobs(
+    logits: Float[Array, "rows vocab"], tokens: Int[Array, "rows"], count: int, vocab: int
+) -> TokenLogprobs:
+    """Log probabilities of `tokens` and of the `count` most likely tokens.
+
+    Two passes over the logits.
+
+    Args:
+        logits: float32, of the model.
+        tokens: int32 ids.
+        count: how many, 0 to `MAX_LOGPROBS`.
+        vocab: size of the model's vocabulary; what lies beyond is padding of the mesh.
+    """
+    logits = logits[:, :vocab]
+    top, ids = largest(logits, max(count, 1))
+    most_likely = top[:, :1]
+    own = jnp.take_along_axis(logits, tokens[:, None], axis=1)
+    total = most_likely + jnp.log(jnp.sum(jnp.exp(logits - most_likely), axis=1, keepdims=True))
+    rank = jnp.sum(logits >= own, axis=1, dtype=jnp.int32)
+    return TokenLogprobs((own - total)[:, 0], rank, (top - total)[:, :count], ids[:, :count].astype(jnp.int32))
+
+
+def prompt_logprobs(
+    hidden: Float[Array, "tokens hidden"],
+    project: Callable[[Float[Array, "chunk hidden"]], Float[Array, "chunk vocab"]],
+    targets: Int[Array, "tokens"],
+    count: int,
+    vocab: int,
+    chunk: int = CHUNK,
+) -> TokenLogprobs:
+    """`token_logprobs` of each position's next token, `chunk` positions after another.
+
+    Args:
+        hidden: final hidden states.
+        project: from hidden states to logits in float32 (`Decoder.logits`).
+        targets: int32, the token that follows each position; 0 where none does.
+        count: most likely tokens to report.
+        vocab: size of the model's vocabulary.
+        chunk: positions whose logits exist at the same time.
+    """
+    tokens = hidden.shape[0]
+    if tokens <= chunk:
+        return token_logprobs(project(hidden), targets, count, vocab)
+    chunks = -(-tokens // chunk)
+    padding = chunks * chunk - tokens
+    hidden = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(chunks, chunk, -1)
+    targets = jnp.pad(targets, (0, padding)).reshape(chunks, chunk)
+    result = lax.map(lambda part: token_logprobs(project(part[0]), part[1], count, vocab), (hidden, targets))
+    return TokenLogprobs(*(part.reshape(chunks * chunk, *part.shape[2:])[:tokens] for part in result))
