@@ -20,6 +20,7 @@ class LazyTensor:
 
     `name` is the name Hugging Face gives it, `shape` its shape there ([out, in] for a matrix), `dtype` the NumPy name
     of what `read` returns ("bfloat16", "float16", "float32", ...), `storage` how the file holds it ("BF16", "Q4_1").
+    `part_reader` reads a part without the rest, where the storage can; a mapped file needs none.
     """
 
     name: str
@@ -27,10 +28,15 @@ class LazyTensor:
     dtype: str
     storage: str
     reader: Callable[[], np.ndarray]
+    part_reader: Callable[[tuple[slice, ...]], np.ndarray] | None = None
 
     def read(self) -> np.ndarray:
         """The tensor, `shape` and `dtype` as recorded: a read-only mapping of the file, or a dequantized copy."""
         return self.reader()
+
+    def read_part(self, index: tuple[slice, ...]) -> np.ndarray:
+        """The part `index` of the tensor, one slice a dimension."""
+        return self.reader()[index] if self.part_reader is None else self.part_reader(index)
 
 
 @dataclass(frozen=True)

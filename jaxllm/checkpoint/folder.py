@@ -1,4 +1,4 @@
-"""A checkpoint folder as Hugging Face writes it: two config files, and safetensors in one file or in shards."""
+"""A checkpoint folder: two config files, and the tensors as safetensors (one file or shards) or as Orbax has them."""
 
 import dataclasses
 import json
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
+from jaxllm.checkpoint import orbax_folder
 from jaxllm.checkpoint.checkpoint import Checkpoint, CheckpointError, LazyTensor
 from jaxllm.checkpoint.safetensors_file import read_tensors
 from jaxllm.models.config import SUPPORTED_DTYPES, ModelConfig
@@ -22,8 +23,8 @@ def open_folder(folder: Path, name: str) -> Checkpoint:
     if not (folder / "config.json").is_file():
         raise CheckpointError(
             f"model {name!r}: the folder {folder} has no config.json (it holds {_listing(folder)}); a checkpoint "
-            f"folder has config.json, {SINGLE_FILE} or {INDEX_FILE} with its shards, and the tokenizer's files. "
-            f"A .gguf file is named by its own path"
+            f"folder has config.json, {SINGLE_FILE} or {INDEX_FILE} with its shards or an Orbax checkpoint in "
+            f"{orbax_folder.PARAMETERS}/, and the tokenizer's files. A .gguf file is named by its own path"
         )
     raw = read_json(folder / "config.json")
     generation = folder / "generation_config.json"
@@ -40,12 +41,15 @@ def open_folder(folder: Path, name: str) -> Checkpoint:
 
 
 def _tensors(folder: Path, name: str) -> dict[str, LazyTensor]:
+    if orbax_folder.is_orbax(folder):
+        return orbax_folder.open_parameters(folder)
     if (folder / SINGLE_FILE).is_file():
         return read_tensors(folder / SINGLE_FILE)
     if not (folder / INDEX_FILE).is_file():
         raise CheckpointError(
-            f"model {name!r}: the folder {folder} has neither {SINGLE_FILE} nor {INDEX_FILE} (it holds "
-            f"{_listing(folder)}); PyTorch .bin files are not read: convert them with transformers' save_pretrained"
+            f"model {name!r}: the folder {folder} has neither {SINGLE_FILE} nor {INDEX_FILE} nor an Orbax checkpoint "
+            f"in {orbax_folder.PARAMETERS}/ (it holds {_listing(folder)}); PyTorch .bin files are not read: convert "
+            f"them with transformers' save_pretrained"
         )
     weight_map = _weight_map(folder / INDEX_FILE)
     shards = sorted(set(weight_map.values()))

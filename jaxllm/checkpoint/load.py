@@ -1,17 +1,20 @@
 """Strict loading: every tensor of the checkpoint fits the model, or nothing goes to a device."""
 
+import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from jaxllm.checkpoint.checkpoint import Checkpoint, CheckpointError, LazyTensor
 from jaxllm.models.config import SUPPORTED_DTYPES
 from jaxllm.models.params import ParamSpec
+from jaxllm.parallel.placement import Placement
 
 # Buffers that older transformers versions wrote although they follow from the config.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
@@ -57,19 +60,31 @@ def check_tensors(tensors: Mapping[str, LazyTensor], specs: Mapping[str, ParamSp
 
 
 def load_parameters(
-    checkpoint: Checkpoint, specs: Mapping[str, ParamSpec], mesh: Mesh, dtype: DTypeLike
+    checkpoint: Checkpoint, specs: Mapping[str, ParamSpec], placement: Placement | Mesh, dtype: DTypeLike
 ) -> dict[str, jax.Array]:
     """Load the tensors that `specs` name, by path: each of shape `spec.shape`, of `dtype`, sharded as `spec.axes` say.
 
-    One tensor at a time goes from the mapped file through its run-time layout to the devices, shard by shard, and is
-    waited for: the host holds about one tensor, the devices nothing twice. Raises CheckpointError (see `check_tensors`)
-    before anything goes to a device, and where a value is NaN, infinite or too large for `dtype`.
+    One tensor at a time goes from the mapped file through its run-time layout to the devices, its shards in parallel,
+    and is waited for: the host holds about one tensor, the devices nothing twice, and a process reads no more than its
+    devices need. Raises CheckpointError (see `check_tensors`) before anything goes to a device, and where a value is
+    NaN, infinite or too large for `dtype`.
+
+    Args:
+        checkpoint: the tensors.
+        specs: `parameter_specs` for the placement's `tensor_parallel_size`.
+        placement: where to; a mesh alone must have the axis `tensor`.
+        dtype: of the arrays.
     """
     check_tensors(checkpoint.tensors, specs, checkpoint.name)
     target = jnp.dtype(dtype)
     if target.name not in SUPPORTED_DTYPES:
         raise ValueError(f"dtype={target.name!r} is not supported; supported: {', '.join(SUPPORTED_DTYPES)}")
-    return {path: _place(checkpoint.tensors[spec.name], spec, mesh, target) for path, spec in specs.items()}
+    where = placement if isinstance(placement, Placement) else Placement.of(placement)
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        return {
+            path: _place(checkpoint.tensors[spec.name], spec, where.sharding(*spec.axes), target, pool)
+            for path, spec in specs.items()
+        }
 
 
 def _is_ignored(name: str, tensors: Mapping[str, LazyTensor]) -> bool:
@@ -93,19 +108,21 @@ def _check_tied(output: LazyTensor, embedding: LazyTensor, name: str) -> None:
         )
 
 
-def _place(tensor: LazyTensor, spec: ParamSpec, mesh: Mesh, dtype: np.dtype[Any]) -> jax.Array:
-    view = spec.to_runtime(tensor.read())
-    shards: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
+def _place(
+    tensor: LazyTensor, spec: ParamSpec, sharding: NamedSharding, dtype: np.dtype[Any], pool: ThreadPoolExecutor
+) -> jax.Array:
+    def key(index: tuple[slice, ...]) -> tuple[tuple[int, int], ...]:
+        return tuple(part.indices(size)[:2] for part, size in zip(index, spec.shape, strict=True))
 
-    def shard(index: tuple[slice, ...]) -> np.ndarray:
-        # Devices that hold the same part share one host copy of it.
-        key = tuple(part.indices(size)[:2] for part, size in zip(index, view.shape, strict=True))
-        if key not in shards:
-            shards[key] = _convert(view[index], dtype, tensor.name)
-        return shards[key]
+    def read(bounds: tuple[tuple[int, int], ...]) -> np.ndarray:
+        rows, *rest = (slice(*bound) for bound in bounds)
+        part = tensor.read_part((spec.file_rows(rows), *rest))
+        return _convert(spec.expand(part, rows), dtype, tensor.name)
 
-    sharding = NamedSharding(mesh, PartitionSpec(*spec.axes))
-    return jax.make_array_from_callback(spec.shape, sharding, shard).block_until_ready()
+    # Devices that hold the same part share one host copy of it.
+    parts = {key(index) for index in sharding.addressable_devices_indices_map(spec.shape).values()}
+    shards = dict(zip(parts, pool.map(read, parts), strict=True))
+    return jax.make_array_from_callback(spec.shape, sharding, lambda index: shards[key(index)]).block_until_ready()
 
 
 def _convert(view: np.ndarray, dtype: np.dtype[Any], name: str) -> np.ndarray:

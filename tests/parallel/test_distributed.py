@@ -1,0 +1,101 @@
+"""Several real processes on this machine, CPU devices, gloo: one model over all, and what happens when one dies."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxllm.checkpoint import load_parameters, resolve
+from jaxllm.convert import convert
+from jaxllm.models.params import parameter_specs
+from jaxllm.models.weights import Weights
+from jaxllm.parallel import distributed
+from jaxllm.parallel.mesh import make_mesh
+
+HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
+
+
+@contextmanager
+def processes(task: str, count: int, folder: Path, results: Path) -> Iterator[list[subprocess.Popen[str]]]:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(Path.home())}
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(HERE / "processes.py"), task, str(port), str(count), str(index), folder, results],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for index in range(count)
+    ]  # fmt: skip
+    try:
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+
+
+def test_processes_run_one_model(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    """Restored from an Orbax folder, of which each reads its part."""
+    folder = tiny(num_attention_heads=4, num_key_value_heads=2)
+    checkpoint = resolve(str(folder))
+    config = checkpoint.config
+    arrays = load_parameters(checkpoint, parameter_specs(config), make_mesh(1), "float32")
+    model = Weights.of(config, "float32", arrays).model()
+    tokens = jnp.asarray([[5, 17, 123, 9, 256, 77, 31, 2]])
+    expected = jax.jit(lambda tokens: model(tokens).argmax(-1))(tokens).tolist()
+    folder = convert(str(folder), tmp_path / "orbax").target
+    with processes("together", 2, folder, tmp_path / "results") as running:
+        for process in running:
+            _, errors = process.communicate(timeout=120)
+            assert process.returncode == 0, errors
+    results = [json.loads((tmp_path / f"results.{index}").read_text()) for index in range(2)]
+    for result in results:
+        assert result["chosen"] == expected and result["smallest"] == 99 and result["received"] == 14_000
+        # Two of four devices: half of what is divided, and the norms, which are everywhere, twice.
+        assert result["local bytes"] < 0.6 * result["bytes"]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_dies_ends_the_others(tmp_path: Path, victim: int) -> None:
+    with processes("die", 2, tmp_path, tmp_path / "none") as running:
+        for process in running:
+            assert process.stdout is not None
+            while "started" not in (line := process.stdout.readline()):
+                assert line, process.communicate()[1]
+        running[victim].send_signal(signal.SIGKILL)
+        start = time.monotonic()
+        _, errors = running[1 - victim].communicate(timeout=30)
+        assert running[1 - victim].returncode != 0
+        assert "Terminating process because the JAX distributed service detected fatal errors" in errors, errors
+        assert time.monotonic() - start < 30
+
+
+def test_one_process_needs_no_others() -> None:
+    value = {"a": [1, 2]}
+    assert distributed.broadcast(value) is value and distributed.smallest(7) == 7
+
+
+def test_arguments_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="num_processes, process_id missing: give coordinator, num_processes and"):
+        distributed.start("localhost:1234")
+    with pytest.raises(ValueError, match=r"process_id=2 must be from 0 to num_processes - 1 = 1"):
+        distributed.start("localhost:1234", 2, 2)
+
+    def no_cluster(*_: Any, **__: Any) -> None:
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", no_cluster)
+    with pytest.raises(ValueError, match=r"are unknown \(coordinator_address should.*give coordinator='host:port'"):
+        distributed.start()
