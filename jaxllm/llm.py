@@ -5,27 +5,33 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from tqdm import tqdm
 
+from jaxllm.checkpoint.adopt import adopt_parameters
 from jaxllm.checkpoint.checkpoint import Checkpoint
 from jaxllm.checkpoint.resolve import resolve
 from jaxllm.checkpoint.tokenizer import known_tokens
 from jaxllm.config import EngineConfig
 from jaxllm.engine import compilation_cache
-from jaxllm.engine.engine import Engine, EngineStats, Update
+from jaxllm.engine.engine import Engine, EngineStats, Running, Update
 from jaxllm.engine.prompts import Params, Prompt, pair_params, prompt_token_ids, split_prompts
 from jaxllm.engine.request import Request
 from jaxllm.engine.runner import Runner, RunnerSpec
 from jaxllm.memory.pool import start_backend
 from jaxllm.memory.report import MemoryReport
+from jaxllm.models.config import ModelConfig
+from jaxllm.models.weights import Weights
 from jaxllm.outputs import CompletionOutput, RequestOutput, StreamDelta
-from jaxllm.parallel.mesh import make_mesh
+from jaxllm.parallel import distributed
+from jaxllm.parallel.mesh import TENSOR, make_mesh
+from jaxllm.parallel.placement import AxisNames, Placement
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.text.prompt import apply_chat
 
@@ -39,9 +45,15 @@ class LLM:
 
     Calls from several threads, and streams that are read in turns, share the engine: their requests run together.
 
+    With several processes (`jaxllm.parallel.distributed.start`), every process makes the LLM and makes the same calls;
+    the prompts of process 0 count, and all processes get all results.
+
     Args:
-        model: a folder as Hugging Face writes it, a `.gguf` file, a hub id, or `smollm2` for the demo model; or a
-            `Checkpoint`, whose tensors are read from wherever it says.
+        model: a folder as Hugging Face writes it or `python -m jaxllm.convert` does, a `.gguf` file, a hub id, or
+            `smollm2` for the demo model; or a `Checkpoint`, whose tensors are read from wherever it says.
+        mesh: a mesh of yours to run on; default: one of the first `tensor_parallel_size` devices.
+        tensor_axis: axis of `mesh`, or several, that layers are divided among; None for none. The devices along other
+            axes hold the same and do the same.
         **options: as `EngineConfig`.
 
     Raises:
@@ -49,36 +61,114 @@ class LLM:
         ValueError: for an option out of range, a checkpoint that does not fit, or sizes that do not divide.
     """
 
-    def __init__(self, model: str | Path | Checkpoint, **options: Any):
-        unknown = sorted(set(options) - set(EngineConfig.names()))
-        if unknown:
-            raise TypeError(f"unknown option(s) {', '.join(unknown)}; known: {', '.join(EngineConfig.names())}")
-        self.config = EngineConfig(**options)
+    def __init__(
+        self,
+        model: str | Path | Checkpoint,
+        *,
+        mesh: Mesh | None = None,
+        tensor_axis: AxisNames = TENSOR,
+        **options: Any,
+    ):
+        config = _engine_config(options)
         checkpoint = model if isinstance(model, Checkpoint) else resolve(str(model))
-        self.model_config = checkpoint.config
-        compilation_cache.enable()
-        start_backend(self.config.gpu_memory_utilization)
-        mesh = make_mesh(self.config.tensor_parallel_size)
-        self.tokenizer = None if self.config.skip_tokenizer_init else checkpoint.tokenizer()
-        vocabulary = self.model_config.vocab_size
-        known = np.ones(vocabulary, bool) if self.tokenizer is None else known_tokens(self.tokenizer, vocabulary)
-        never = [token for token in self.model_config.eos_token_ids if not known[token]]
+        config, placement = _place(config, mesh, tensor_axis)
+        tokenizer = None if config.skip_tokenizer_init else checkpoint.tokenizer()
+        platform = placement.mesh.devices.flat[0].platform
+        dtype = jnp.dtype(config.dtype_name(checkpoint.config, platform))
+        self._start(config, checkpoint.config, checkpoint, tokenizer, placement, dtype)
+
+    @classmethod
+    def from_params(
+        cls,
+        config: ModelConfig,
+        params: Any,
+        tokenizer: Any | None = None,
+        *,
+        mesh: Mesh | None = None,
+        tensor_axis: AxisNames = TENSOR,
+        **options: Any,
+    ) -> "LLM":
+        """An LLM on parameters that live in this program already, such as those being trained.
+
+        Arrays that lie as the engine needs them are used in place; the log names those that were copied, and why. A
+        training step that takes its parameters by donation deletes them: call `update_weights` with its results before
+        you generate again.
+
+        Args:
+            config: the model's shapes (`ModelConfig.from_hf` reads a config.json).
+            params: an `nnx.Module` such as `Decoder`, an `nnx.State`, or a dict of arrays, nested or flat, by module
+                path or Hugging Face name.
+            tokenizer: a transformers tokenizer; None to work on token ids alone.
+            mesh: as `LLM`.
+            tensor_axis: as `LLM`.
+            **options: as `EngineConfig`; `dtype` "auto" is that of the parameters.
+
+        Raises:
+            ParameterError: a ValueError that lists all parameters that do not fit.
+            TypeError, ValueError: as `LLM`.
+        """
+        made = cls.__new__(cls)
+        engine_config, placement = _place(_engine_config(options), mesh, tensor_axis)
+        dtype = None if engine_config.dtype == "auto" else engine_config.dtype
+        weights = adopt_parameters(config, params, placement, dtype)
+        made._start(engine_config, config, weights, tokenizer, placement, weights.leaves[0].dtype)
+        return made
+
+    def _start(
+        self,
+        config: EngineConfig,
+        model: ModelConfig,
+        source: Checkpoint | Weights,
+        tokenizer: Any | None,
+        placement: Placement,
+        dtype: jnp.dtype,
+    ) -> None:
+        self.config, self.model_config, self.tokenizer = config, model, tokenizer
+        known = np.ones(model.vocab_size, bool) if tokenizer is None else known_tokens(tokenizer, model.vocab_size)
+        never = [token for token in model.eos_token_ids if not known[token]]
         if never:
             logger.warning("end-of-sequence ids %s are unknown to the tokenizer and will never be generated", never)
-        platform = jax.devices()[0].platform
         spec = RunnerSpec(
-            config=self.config,
-            model=self.model_config,
-            mesh=mesh,
-            dtype=jnp.dtype(self.config.dtype_name(self.model_config, platform)),
-            max_model_len=self.config.model_len(self.model_config),
+            config=config,
+            model=model,
+            placement=placement,
+            dtype=dtype,
+            max_model_len=config.model_len(model),
             known_tokens=known,
         )
-        self.engine = Engine(
-            Runner(spec, checkpoint), self.tokenizer, frozenset(self.model_config.eos_token_ids), self.config.seed
-        )
+        self.engine = Engine(Runner(spec, source), tokenizer, frozenset(model.eos_token_ids), config.seed)
         self._calls = 0
         self._lock = threading.Lock()
+
+    def update_weights(self, params: Any, running: Running = "finish") -> None:
+        """Generate with `params` from now on; nothing is compiled, and the prefix cache is emptied.
+
+        Arrays that lie as the engine needs them are used in place, others copied, as `from_params` does.
+
+        Args:
+            params: new parameters of the same model, in any form that `from_params` takes.
+            running: whether requests under way, of other threads or open streams, are finished with the old parameters
+                or aborted.
+
+        Raises:
+            ParameterError: a ValueError that lists all parameters that do not fit; nothing has changed then.
+        """
+        self.engine.update_weights(params, running)
+
+    def sleep(self) -> None:
+        """Give the KV cache's memory back to the program, until `wake`; weights and compiled programs stay.
+
+        Open streams continue after `wake`, as if nothing had happened: what they had computed is computed again.
+        """
+        self.engine.sleep()
+
+    def wake(self) -> None:
+        """Take the KV cache's memory again; the devices are looked at first.
+
+        Raises:
+            RuntimeError: if it does not fit any more; says how much is missing. The engine sleeps on.
+        """
+        self.engine.wake()
 
     @property
     def stats(self) -> EngineStats:
@@ -109,7 +199,8 @@ class LLM:
         Raises:
             TypeError, ValueError: as said under `on_error`; nothing stays queued, and the engine is as before.
         """
-        return self._collect(pair_params(split_prompts(prompts), sampling_params), use_tqdm, on_error)
+        requests = distributed.broadcast(pair_params(split_prompts(prompts), sampling_params))
+        return self._collect(requests, use_tqdm, on_error)
 
     def stream(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, on_error: OnError = "raise"
@@ -118,7 +209,7 @@ class LLM:
 
         Requests are checked before this returns. Closing the generator ends what is unfinished.
         """
-        requests = pair_params(split_prompts(prompts), sampling_params)
+        requests = distributed.broadcast(pair_params(split_prompts(prompts), sampling_params))
         return self._run(requests, on_error)
 
     def chat(
@@ -150,7 +241,7 @@ class LLM:
                 ValueError,
             ) as error:  # refused with its index, like any other
                 prompts.append(error)
-        return self._collect(pair_params(prompts, sampling_params), use_tqdm, on_error)
+        return self._collect(distributed.broadcast(pair_params(prompts, sampling_params)), use_tqdm, on_error)
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **template_args: Any) -> list[int]:
         """Token ids of a conversation in the model's chat template, ready for the assistant's answer."""
@@ -226,6 +317,27 @@ class LLM:
         finally:
             for request_id in list(unfinished):
                 self.engine.abort_request(request_id)
+
+
+def _engine_config(options: dict[str, Any]) -> EngineConfig:
+    unknown = sorted(set(options) - set(EngineConfig.names()))
+    if unknown:
+        raise TypeError(f"unknown option(s) {', '.join(unknown)}; known: {', '.join(EngineConfig.names())}")
+    return EngineConfig(**options)
+
+
+def _place(config: EngineConfig, mesh: Mesh | None, tensor_axis: AxisNames) -> tuple[EngineConfig, Placement]:
+    """Where the engine runs, and the options with its size; starts the backend."""
+    compilation_cache.enable()
+    start_backend(config.gpu_memory_utilization)
+    placement = Placement.of(make_mesh(config.tensor_parallel_size) if mesh is None else mesh, tensor_axis)
+    tp = placement.tensor_parallel_size
+    if config.tensor_parallel_size not in (1, tp):
+        raise ValueError(
+            f"tensor_parallel_size={config.tensor_parallel_size}, but tensor_axis={tensor_axis!r} of the mesh has {tp} "
+            f"devices: leave tensor_parallel_size out where you give a mesh"
+        )
+    return replace(config, tensor_parallel_size=tp), placement
 
 
 def _refusal(request_id: str, prompt: Any, error: Exception) -> RequestOutput:

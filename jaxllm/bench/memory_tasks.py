@@ -21,7 +21,6 @@ from jaxllm.memory.device import read_device
 from jaxllm.memory.predict import Workload, activation_bytes
 from jaxllm.memory.views import DeviceView
 from jaxllm.models.weights import Weights
-from jaxllm.parallel.mesh import replicated
 from jaxllm.sampling_params import SamplingParams
 
 Result = dict[str, Any]
@@ -43,7 +42,9 @@ def transients(shape: str, utilization: float, settings: list[dict[str, Any]]) -
         layout = KVLayout.of(weights.config, config.kvcache_block_size, spec.dtype, 1)
         shapes = largest(spec.shapes)
         compile_for = partial(partial, engine_runner.compile_step, spec, weights, layout)
-        programs = measure(weights.leaves, layout, spec.mesh, config.max_rows, shapes, spec.max_model_len, compile_for)
+        programs = measure(
+            weights.leaves, layout, spec.placement, config.max_rows, shapes, spec.max_model_len, compile_for
+        )
         workload = Workload(config.max_num_batched_tokens, config.max_num_seqs)
         rows.append(
             {
@@ -233,12 +234,12 @@ def survives_load(runner: Runner, blocks: int) -> bool:
             partial(engine_runner.compile_step, spec, runner.weights, runner.layout, blocks)
         )
         programs.prepare(shapes, workers=2)
-        kv = runner.layout.allocate(blocks, spec.mesh)
+        kv = runner.layout.allocate(blocks, spec.placement)
         for _ in range(3):
             for shape in shapes:
                 program = programs[shape]
                 step = worst_step(program.layout, spec.max_model_len)
-                packed = jax.device_put(step, replicated(spec.mesh))
+                packed = spec.placement.put(step)
                 tokens, kv = program.compiled(runner.weights.leaves, kv, packed)
         jax.block_until_ready((tokens, kv))
         return True

@@ -4,13 +4,10 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from jaxllm.models.config import ModelConfig
-from jaxllm.parallel.mesh import TENSOR
-
-KV_SPEC = PartitionSpec(None, None, None, TENSOR, None, None)
-"""Sharded over KV heads."""
+from jaxllm.parallel.placement import Placement
 
 
 @dataclass(frozen=True)
@@ -49,15 +46,16 @@ class KVLayout:
         heads = self.num_kv_heads // self.tensor_parallel_size
         return 2 * self.num_layers * self.block_size * heads * self.head_dim * self.dtype.itemsize
 
-    def sharding(self, mesh: Mesh) -> NamedSharding:
-        """How the array lies on `mesh`."""
-        return NamedSharding(mesh, KV_SPEC)
+    def sharding(self, placement: Placement) -> NamedSharding:
+        """How the array lies on the mesh."""
+        return NamedSharding(placement.mesh, placement.kv_spec)
 
-    def abstract(self, num_blocks: int, mesh: Mesh) -> jax.ShapeDtypeStruct:
+    def abstract(self, num_blocks: int, placement: Placement) -> jax.ShapeDtypeStruct:
         """Shape, dtype and sharding, for compiling before the array exists."""
-        return jax.ShapeDtypeStruct(self.shape(num_blocks), self.dtype, sharding=self.sharding(mesh))
+        return jax.ShapeDtypeStruct(self.shape(num_blocks), self.dtype, sharding=self.sharding(placement))
 
-    def allocate(self, num_blocks: int, mesh: Mesh) -> jax.Array:
+    def allocate(self, num_blocks: int, placement: Placement) -> jax.Array:
         """The array, zero-filled where it lies: there is no copy on the host and no second one on a device."""
-        make = jax.jit(lambda: jnp.zeros(self.shape(num_blocks), self.dtype), out_shardings=self.sharding(mesh))
-        return make()
+        shape, sharding = self.shape(num_blocks), self.sharding(placement)
+        with placement.own_mesh():
+            return jax.jit(lambda: jnp.zeros(shape, self.dtype), out_shardings=sharding)()

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxllm.cache.kv_array import KV_SPEC, KVLayout
+from jaxllm.cache.kv_array import KVLayout
 from jaxllm.layers.paged_attention import PagedBatch, QueryTiles, paged_attention, query_tiles, write_kv
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.decoder import Attend
-from jaxllm.parallel.mesh import TENSOR
+from jaxllm.parallel.placement import Placement
 from kernels_pallas import hopper, selftest
 from kernels_pallas.kv_write import kv_write
 from kernels_pallas.paged_decode import DecodePlan, paged_decode, plan_decode, tuned_config
@@ -27,8 +27,6 @@ KVArray = Float[Array, "layers 2 blocks kv_heads block_size head_dim"]
 
 TESTED = {("0.11.2", "NVIDIA H200")}
 """Versions of jax and devices that the kernels' GPU tests were run on; elsewhere they test themselves at start-up."""
-
-_HEADS = PartitionSpec(None, TENSOR, None)
 
 
 class Attention(StrEnum):
@@ -109,7 +107,7 @@ def paged_attend(
     decode: bool,
     heads: int,
     layout: KVLayout,
-    mesh: Mesh,
+    placement: Placement,
     interpret: Any = None,
 ) -> Attend[KVArray]:
     """Writing and attending over pages as the decoder calls it, each device on its own KV heads.
@@ -120,7 +118,7 @@ def paged_attend(
         decode: every row has one token.
         heads: query heads over all devices.
         layout: of the KV cache.
-        mesh: has the axis `tensor`.
+        placement: whose tensor axes the KV heads are divided among.
         interpret: run the Pallas kernels in their interpreter (tests on a CPU).
     """
     plan: Any
@@ -137,9 +135,11 @@ def paged_attend(
             return run(plan, batch, layer, q, k, v, kv)
 
         everywhere = PartitionSpec()
-        specs = (everywhere, everywhere, _HEADS, _HEADS, _HEADS, KV_SPEC)
+        heads_spec, kv_spec = placement.heads_spec, placement.kv_spec
+        specs = (everywhere, everywhere, heads_spec, heads_spec, heads_spec, kv_spec)
         # The kernels write the cache through references, for which jax has no varying-axes check.
-        sharded = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(_HEADS, KV_SPEC), check_vma=False)
+        out = (heads_spec, kv_spec)
+        sharded = jax.shard_map(local, mesh=placement.mesh, in_specs=specs, out_specs=out, check_vma=False)
         return sharded(plan, batch, q, k, v, kv)
 
     return attend
@@ -152,22 +152,25 @@ def _xla(
     return paged_attention(q, kv, layer, batch.block_tables, tiles), kv
 
 
-def _mosaic_plan(batch: PagedBatch, decode: bool, heads: int, layout: KVLayout) -> DecodePlan | PrefillPlan:
-    """Division of a step's attention among thread blocks; the same for all layers."""
+def decode_plan(context_lens: Int[Array, "rows"], blocks_per_row: int, layout: KVLayout) -> DecodePlan:
+    """Division of a decode step's attention among thread blocks; the same for all layers."""
     kv_heads = layout.num_kv_heads // layout.tensor_parallel_size
-    kv = hopper.KVLayout(layout.num_layers, 1, kv_heads, layout.block_size, layout.head_dim)
-    rows, width = batch.block_tables.shape
-    max_context = width * layout.block_size
+    config = tuned_config(layout.head_dim, rows=context_lens.shape[0], kv_heads=kv_heads)
+    return plan_decode(context_lens, kv_heads=kv_heads, max_context=blocks_per_row * layout.block_size, config=config)
+
+
+def _mosaic_plan(batch: PagedBatch, decode: bool, heads: int, layout: KVLayout) -> DecodePlan | PrefillPlan:
+    blocks_per_row = batch.block_tables.shape[1]
     if decode:
-        config = tuned_config(layout.head_dim, rows=rows, kv_heads=kv.kv_heads)
-        return plan_decode(batch.context_lens, kv_heads=kv.kv_heads, max_context=max_context, config=config)
+        return decode_plan(batch.context_lens, blocks_per_row, layout)
+    kv_heads = layout.num_kv_heads // layout.tensor_parallel_size
     return plan_prefill(
         batch.context_lens,
         batch.cu_q_lens,
         num_tokens=batch.slots.shape[0],
         heads=heads,
-        kv=kv,
-        max_context=max_context,
+        kv=hopper.KVLayout(layout.num_layers, 1, kv_heads, layout.block_size, layout.head_dim),
+        max_context=blocks_per_row * layout.block_size,
     )
 
 

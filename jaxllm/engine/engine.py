@@ -7,11 +7,12 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
 from jaxllm.cache.block_pool import BlockPool
+from jaxllm.checkpoint.adopt import check_parameters
 from jaxllm.engine.interrupts import deferred_interrupts
 from jaxllm.engine.prompts import Prompt, prompt_token_ids
 from jaxllm.engine.request import Request
@@ -23,6 +24,9 @@ from jaxllm.sampling_params import MAX_SUPPRESSED_IDS, SamplingParams
 from jaxllm.text.detokenizer import Detokenizer
 from jaxllm.text.prompt import encode_prompt
 from jaxllm.text.stop import StopStrings
+
+Running = Literal["finish", "abort"]
+"""What becomes of requests that run while the weights change."""
 
 
 @dataclass(frozen=True)
@@ -175,6 +179,40 @@ class Engine:
             stream.inbox.append(Update(request_id, text, [], output))
             return output
 
+    def update_weights(self, params: Any, running: Running = "finish") -> None:
+        """New parameters: `check_parameters`, then finish or abort what is under way, swap, forget all KV.
+
+        Raises:
+            ParameterError: if they do not fit; nothing has changed then.
+        """
+        if running not in ("finish", "abort"):
+            raise ValueError(f"running must be 'finish' or 'abort'; got {running!r}")
+        with self._exclusively():
+            spec = self.runner.spec
+            check_parameters(spec.model, params, spec.placement)
+            if running == "abort":
+                for request_id in list(self._streams):
+                    self.abort_request(request_id)
+            while self.advance():
+                pass
+            self.runner.update_weights(params)
+            self.scheduler.forget_kv()
+
+    def sleep(self) -> None:
+        """Give the KV memory back. Requests stay queued, and those that ran are computed again after `wake`."""
+        with self._exclusively():
+            if not self.runner.asleep:
+                self._under_way.clear()
+                self.scheduler.forget_steps()
+                self.scheduler.forget_kv()
+                self.runner.sleep()
+
+    def wake(self) -> None:
+        """Take the KV memory again; does nothing where the engine is awake. Raises what `Runner.wake` raises."""
+        with self._exclusively():
+            if self.runner.asleep:
+                self.runner.wake()
+
     def step(self) -> list[Update]:
         """Run one step; what it and earlier ones added to the requests that have no inbox."""
         self.advance()
@@ -190,6 +228,8 @@ class Engine:
         requests stay queued and are computed again with the next one; abort them to be rid of them.
         """
         with self._exclusively():
+            if self.runner.asleep:
+                raise RuntimeError("the engine is asleep, its KV memory given back: call wake() first")
             if not self.scheduler.has_unfinished():
                 self._under_way.clear()  # steps for requests that ended meanwhile
                 return False

@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from jaxllm.cache.kv_array import KVLayout
+from jaxllm.checkpoint.adopt import replace_parameters
 from jaxllm.checkpoint.checkpoint import Checkpoint
 from jaxllm.checkpoint.load import load_parameters
 from jaxllm.config import EngineConfig
@@ -24,12 +24,14 @@ from jaxllm.engine.step_program import step_function
 from jaxllm.engine.step_shape import PackedLayout, StepShape, StepShapes
 from jaxllm.engine.warm_up import largest, measure
 from jaxllm.memory.report import MemoryReport
-from jaxllm.memory.sizing import CacheDemand, check_weights, size_kv_cache
+from jaxllm.memory.sizing import CacheDemand, blocks_that_fit, check_weights, size_kv_cache
+from jaxllm.memory.units import format_bytes
 from jaxllm.memory.verify import settle, verify
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.params import parameter_specs, runtime_config
 from jaxllm.models.weights import Weights
-from jaxllm.parallel.mesh import replicated
+from jaxllm.parallel import distributed
+from jaxllm.parallel.placement import Placement
 from jaxllm.sampling.variant import PLAIN, Filters, SamplerVariant
 
 logger = logging.getLogger(__name__)
@@ -47,7 +49,7 @@ class RunnerSpec:
 
     config: EngineConfig
     model: ModelConfig
-    mesh: Mesh
+    placement: Placement
     dtype: jnp.dtype
     max_model_len: int
     known_tokens: np.ndarray
@@ -55,13 +57,18 @@ class RunnerSpec:
     @cached_property
     def run_time(self) -> ModelConfig:
         """The model's shapes as they lie on the mesh."""
-        return runtime_config(self.model, self.config.tensor_parallel_size)
+        return runtime_config(self.model, self.placement.tensor_parallel_size)
 
     @cached_property
     def layout(self) -> KVLayout:
         """The KV cache but for its number of blocks."""
-        config = self.config
-        return KVLayout.of(self.run_time, config.kvcache_block_size, self.dtype, config.tensor_parallel_size)
+        tp = self.placement.tensor_parallel_size
+        return KVLayout.of(self.run_time, self.config.kvcache_block_size, self.dtype, tp)
+
+    @property
+    def platform(self) -> str:
+        """Of the devices: "cpu", "gpu"."""
+        return self.placement.mesh.devices.flat[0].platform
 
     @cached_property
     def shapes(self) -> StepShapes:
@@ -72,13 +79,13 @@ class RunnerSpec:
             config.max_rows,
             self.max_model_len,
             config.kvcache_block_size,
-            **shape_options(self.mesh.devices.flat[0].platform),
+            **shape_options(self.platform),
         )
 
     @cached_property
     def attention(self) -> Attention:
         """How steps write and attend; chosen, and logged, when first asked for."""
-        return choose_attention(self.config.attention, self.run_time, self.layout, self.mesh)
+        return choose_attention(self.config.attention, self.run_time, self.layout, self.placement.mesh)
 
 
 class Runner:
@@ -87,18 +94,19 @@ class Runner:
     kv: jax.Array
     last_tokens: jax.Array
 
-    def __init__(self, spec: RunnerSpec, checkpoint: Checkpoint):
+    def __init__(self, spec: RunnerSpec, source: Checkpoint | Weights):
+        """Args: what to build; a checkpoint to load, or weights that lie on the devices already."""
         self.spec = spec
-        self.mesh = spec.mesh
+        self.asleep = False
         config = spec.config
         start = time.perf_counter()
-        devices = [device for device in spec.mesh.devices.flat if device.process_index == jax.process_index()]
+        devices = spec.placement.local_devices
         self.layout = spec.layout
         self.attention = spec.attention  # refuses, if it must, before anything is loaded
         self.num_seats = config.max_rows
         self.shapes = spec.shapes
         self.seats = Seats(self.num_seats, self.shapes.decode[0].blocks_per_row, self.shapes.samplers)
-        demand = CacheDemand(
+        self._demand = demand = CacheDemand(
             config=config,
             model=spec.model,
             itemsize=spec.dtype.itemsize,
@@ -106,8 +114,11 @@ class Runner:
             max_model_len=spec.max_model_len,
             step_buffer_bytes=_STEPS_IN_FLIGHT * max(PackedLayout(shape).nbytes for shape in self.shapes.all()),
         )
-        check_weights(devices, demand)
-        self.weights = load(spec, checkpoint)
+        if isinstance(source, Weights):
+            self.weights = source
+        else:
+            check_weights(devices, demand)
+            self.weights = load(spec, source)
         self.memory_report = self._size(demand, devices)
         self.programs = self._compile(demand)
         self._allocate()
@@ -126,18 +137,18 @@ class Runner:
     def _size(self, demand: CacheDemand, devices: list[jax.Device]) -> MemoryReport:
         """How many blocks: measured with the largest programs, on a small cache that is gone afterwards."""
         spec = self.spec
-        compile_for = partial(partial, compile_step, spec, self.weights, self.layout)
+        compile_for = partial(partial, compile_step, spec, self.weights.abstract(), self.layout)
         warm_up = partial(
             measure,
             self.weights.leaves,
             self.layout,
-            spec.mesh,
+            spec.placement,
             self.num_seats,
             largest(self.shapes),
             spec.max_model_len,
             compile_for,
         )
-        return size_kv_cache(devices, demand, warm_up)
+        return _agreed(size_kv_cache(devices, demand, warm_up))
 
     def _compile(self, demand: CacheDemand) -> Programs:
         """Programs for the cache of the decided size; for a smaller one where they need more than was reserved.
@@ -145,12 +156,13 @@ class Runner:
         This comes before the cache is allocated: while XLA compares implementations it needs memory of its own.
         """
         while True:
-            programs = Programs(partial(compile_step, self.spec, self.weights, self.layout, self.num_blocks))
+            compile_for = partial(compile_step, self.spec, self.weights.abstract(), self.layout, self.num_blocks)
+            programs = Programs(compile_for)
             if not self.spec.config.enforce_eager:
                 programs.prepare(self.shapes.all(), workers=min(8, os.cpu_count() or 1))
             blocks = self.num_blocks
             compiled = {program.shape.name: program.compiled for program in programs}
-            self.memory_report = verify(self.memory_report, demand, compiled)
+            self.memory_report = _agreed(verify(self.memory_report, demand, compiled))
             if self.num_blocks == blocks:
                 return programs
 
@@ -159,10 +171,10 @@ class Runner:
 
         A CPU loads nothing, and its largest programs would take minutes on their padding.
         """
-        if self.mesh.devices.flat[0].platform == "cpu":
+        if self.spec.platform == "cpu":
             return
         for program in self.programs:
-            packed = jax.device_put(program.layout.empty()[0], replicated(self.mesh))
+            packed = self.spec.placement.put(program.layout.empty()[0])
             _, self.kv, self.last_tokens = program.compiled(self.weights.leaves, self.kv, self.last_tokens, packed)
         jax.block_until_ready(self.kv)
 
@@ -174,7 +186,7 @@ class Runner:
         """
         self.seats.update(step.rows)
         program = self.programs[self.shapes.fitting(step, self.seats.level(step.rows))]
-        packed = jax.device_put(program.layout.pack(step, self.seats), replicated(self.mesh))
+        packed = self.spec.placement.put(program.layout.pack(step, self.seats))
         tokens, self.kv, self.last_tokens = program.compiled(self.weights.leaves, self.kv, self.last_tokens, packed)
         tokens.copy_to_host_async()
         return tokens
@@ -194,8 +206,36 @@ class Runner:
         return False
 
     def _allocate(self) -> None:
-        self.kv = self.layout.allocate(self.num_blocks, self.mesh)
-        self.last_tokens = jax.device_put(np.zeros(self.num_seats, np.int32), replicated(self.mesh))
+        self.kv = self.layout.allocate(self.num_blocks, self.spec.placement)
+        self.last_tokens = self.spec.placement.put(np.zeros(self.num_seats, np.int32))
+
+    def update_weights(self, params: Any) -> None:
+        """New parameters in place of the present ones; see `replace_parameters`. Nothing is compiled."""
+        jax.block_until_ready((self.kv, self.last_tokens))  # nobody reads the old ones any more
+        self.weights = replace_parameters(self.weights, self.spec.model, params, self.spec.placement)
+
+    def sleep(self) -> None:
+        """Give the memory of the KV cache back, with its content; programs and weights stay."""
+        jax.block_until_ready((self.kv, self.last_tokens))
+        self.kv.delete()
+        self.last_tokens.delete()
+        self.asleep = True
+
+    def wake(self) -> None:
+        """Take a KV cache of the former size again.
+
+        Raises:
+            RuntimeError: if it does not fit now; says what is missing. The runner sleeps on.
+        """
+        fitting = blocks_that_fit(self.spec.placement.local_devices, self._demand, self.memory_report)
+        if distributed.smallest(fitting) < self.num_blocks:
+            missing = (self.num_blocks - fitting) * self.layout.block_bytes
+            raise RuntimeError(
+                f"wake: {fitting} blocks of the KV cache fit now, the engine was built for {self.num_blocks}: free "
+                f"{format_bytes(missing)} on each device and call wake again, or make a new LLM"
+            )
+        self._allocate()
+        self.asleep = False
 
 
 def shape_options(platform: str) -> dict[str, Any]:
@@ -217,9 +257,14 @@ def shape_options(platform: str) -> dict[str, Any]:
 
 def load(spec: RunnerSpec, checkpoint: Checkpoint) -> Weights:
     """The checkpoint's parameters on the mesh."""
-    tp = spec.config.tensor_parallel_size
-    parameters = load_parameters(checkpoint, parameter_specs(spec.model, tp), spec.mesh, spec.dtype)
-    return Weights.of(spec.run_time, spec.dtype, parameters)
+    specs = parameter_specs(spec.model, spec.placement.tensor_parallel_size)
+    parameters = load_parameters(checkpoint, specs, spec.placement, spec.dtype)
+    return Weights.of(spec.run_time, spec.dtype, parameters, owned=specs)
+
+
+def _agreed(report: MemoryReport) -> MemoryReport:
+    """The report with the smallest cache that any process has room for: all must have the same."""
+    return replace(report, num_kvcache_blocks=distributed.smallest(report.num_kvcache_blocks))
 
 
 def compile_step(
@@ -227,20 +272,21 @@ def compile_step(
 ) -> jax.stages.Compiled:
     """Compile a program of `shape` ahead of time for its arguments' shardings; KV array and state are donated."""
     step = step_function(
-        weights, layout, shape, attention=spec.attention, mesh=spec.mesh, known_tokens=spec.known_tokens
+        weights, layout, shape, attention=spec.attention, placement=spec.placement, known_tokens=spec.known_tokens
     )
-    leaves = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in weights.leaves)
-    packed = jax.ShapeDtypeStruct((PackedLayout(shape).size,), jnp.int32, sharding=replicated(spec.mesh))
-    last_tokens = jax.ShapeDtypeStruct((spec.config.max_rows,), jnp.int32, sharding=replicated(spec.mesh))
-    out = (replicated(spec.mesh), layout.sharding(spec.mesh), replicated(spec.mesh))
+    everywhere = spec.placement.replicated
+    packed = jax.ShapeDtypeStruct((PackedLayout(shape).size,), jnp.int32, sharding=everywhere)
+    last_tokens = jax.ShapeDtypeStruct((spec.config.max_rows,), jnp.int32, sharding=everywhere)
+    out = (everywhere, layout.sharding(spec.placement), everywhere)
     jitted = jax.jit(step, donate_argnums=(1, 2), out_shardings=out)
-    lowered = jitted.lower(leaves, layout.abstract(num_blocks, spec.mesh), last_tokens, packed)
+    with spec.placement.own_mesh():
+        lowered = jitted.lower(weights.leaves, layout.abstract(num_blocks, spec.placement), last_tokens, packed)
     return lowered.compile(compiler_options=_compiler_options(spec))
 
 
 def _compiler_options(spec: RunnerSpec) -> dict[str, Any]:
     """XLA options of a step."""
-    if spec.mesh.devices.flat[0].platform != "gpu":
+    if spec.platform != "gpu":
         return {}
     # The memory that XLA plans with, in percent. It takes every update of the cache for a copy, finds several times
     # the device's memory in use, and tries for minutes to compute values twice in order to save some.

@@ -7,15 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jax.sharding import Mesh
 from jaxtyping import Array, Int, Int32
 
 from jaxllm.cache.kv_array import KVLayout
+from jaxllm.engine import small_batch
 from jaxllm.engine.attention import Attention, KVArray, paged_attend
 from jaxllm.engine.step_shape import PackedLayout, StepFields, StepShape
 from jaxllm.layers.paged_attention import PagedBatch
 from jaxllm.models.decoder import Decoder
 from jaxllm.models.weights import Weights
+from jaxllm.parallel.placement import Placement
 from jaxllm.sampling.sampler import sample
 
 LastTokens = Int[Array, "seats"]
@@ -33,7 +34,7 @@ def step_function(
     shape: StepShape,
     *,
     attention: Attention,
-    mesh: Mesh,
+    placement: Placement,
     known_tokens: np.ndarray,
 ) -> StepFunction:
     """The function of a program: (weight leaves, kv, last tokens, packed step) -> (tokens, kv, last tokens).
@@ -43,11 +44,13 @@ def step_function(
         layout: of the KV cache.
         shape: tokens, rows and family.
         attention: how K and V are written and attended over.
-        mesh: attention runs under `shard_map` over its axis `tensor`, each device on its own KV heads.
+        placement: attention runs under `shard_map` over its tensor axes, each device on its own KV heads; logits stay
+            divided by the vocabulary, and the sampler exchanges a few numbers a row.
         known_tokens: bool `[vocab]`, which ids the tokenizer knows.
     """
     packing = PackedLayout(shape)
     graphdef, treedef, heads = weights.graphdef, weights.treedef, weights.config.num_attention_heads
+    fused = shape.decode and small_batch.fits(attention, weights.config, layout, shape.rows)
 
     def forward(
         leaves: Sequence[jax.Array],
@@ -59,12 +62,16 @@ def step_function(
         iteration: int | Int[Array, ""],
     ) -> tuple[Int[Array, "rows"], KVArray]:
         model: Decoder = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
-        attend = paged_attend(attention, batch, decode=shape.decode, heads=heads, layout=layout, mesh=mesh)
-        hidden, kv = model.paged(tokens, positions, attend, kv)
+        attend = paged_attend(attention, batch, decode=shape.decode, heads=heads, layout=layout, placement=placement)
+        if fused:
+            hidden, kv = small_batch.paged(model, tokens, positions, batch, kv, layout)
+        else:
+            hidden, kv = model.paged(tokens, positions, attend, kv)
         last = jnp.maximum(batch.cu_q_lens[1:] - 1, 0)
         suppressed = jnp.where((iteration < fields.suppress)[:, None], fields.sampling.suppressed, _NO_TOKEN)
         inputs = fields.sampling._replace(position=batch.context_lens, suppressed=suppressed)
-        return sample(model.logits(hidden[last]), inputs, known_tokens, shape.sampler), kv
+        logits = lax.with_sharding_constraint(model.logits(hidden[last]), placement.logits)
+        return sample(logits, inputs, known_tokens, shape.sampler), kv
 
     def mixed(
         leaves: Sequence[jax.Array], kv: KVArray, last_tokens: LastTokens, fields: StepFields

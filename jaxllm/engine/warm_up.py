@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Int32
 
 from jaxllm.cache.kv_array import KVLayout
@@ -15,7 +14,7 @@ from jaxllm.engine.seats import row_params
 from jaxllm.engine.step_shape import PackedLayout, StepShape, StepShapes
 from jaxllm.memory.report import ProgramReport
 from jaxllm.memory.warmup import measure_programs
-from jaxllm.parallel.mesh import replicated
+from jaxllm.parallel.placement import Placement
 from jaxllm.sampling.sampler import SamplingMode
 from jaxllm.sampling_params import SamplingParams
 
@@ -28,7 +27,7 @@ CompileFor = Callable[[int], Callable[[StepShape], jax.stages.Compiled]]
 def measure(
     weights: tuple[jax.Array, ...],
     layout: KVLayout,
-    mesh: Mesh,
+    placement: Placement,
     num_seats: int,
     shapes: Sequence[StepShape],
     max_model_len: int,
@@ -41,7 +40,7 @@ def measure(
     Args:
         weights: the model's arrays.
         layout: of the KV cache.
-        mesh: that it all lies on.
+        placement: where it all lies.
         num_seats: requests that the state on the device has room for.
         shapes: to measure; `largest` names those that could need the most.
         max_model_len: most tokens of a row.
@@ -49,10 +48,11 @@ def measure(
     """
     programs = Programs(compile_for(WARM_UP_BLOCKS))
     programs.prepare(list(shapes), workers=min(len(shapes), os.cpu_count() or 1))
-    cache = _Cache(layout, mesh, num_seats)
+    cache = _Cache(layout, placement, num_seats)
     runs = {shape.name: cache.run(weights, programs[shape], max_model_len) for shape in shapes}
-    local = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
-    reports = measure_programs(local, {shape.name: programs[shape].compiled for shape in shapes}, runs)
+    reports = measure_programs(
+        placement.local_devices, {shape.name: programs[shape].compiled for shape in shapes}, runs
+    )
     if not cache.kv.is_deleted():
         cache.kv.delete()
     return reports
@@ -66,19 +66,18 @@ def largest(shapes: StepShapes) -> list[StepShape]:
 class _Cache:
     """A small KV cache, handed from run to run: every program takes it by donation."""
 
-    def __init__(self, layout: KVLayout, mesh: Mesh, num_seats: int):
-        self.layout, self.mesh, self.num_seats = layout, mesh, num_seats
-        self.kv = layout.allocate(WARM_UP_BLOCKS, mesh)
-        self.sharding = replicated(mesh)
+    def __init__(self, layout: KVLayout, placement: Placement, num_seats: int):
+        self.layout, self.placement, self.num_seats = layout, placement, num_seats
+        self.kv = layout.allocate(WARM_UP_BLOCKS, placement)
 
     def run(self, weights: tuple[jax.Array, ...], program: Program, max_model_len: int) -> Callable[[], None]:
         """A function that runs `program` once and waits. Its input lies on the device before, and is no part of it."""
-        packed = jax.device_put(worst_step(program.layout, max_model_len), self.sharding)
-        last_tokens = jax.device_put(np.zeros(self.num_seats, np.int32), self.sharding)
+        packed = self.placement.put(worst_step(program.layout, max_model_len))
+        last_tokens = self.placement.put(np.zeros(self.num_seats, np.int32))
 
         def once() -> None:
             if self.kv.is_deleted():  # by a run that did not fit
-                self.kv = self.layout.allocate(WARM_UP_BLOCKS, self.mesh)
+                self.kv = self.layout.allocate(WARM_UP_BLOCKS, self.placement)
             nonlocal last_tokens
             tokens, self.kv, last_tokens = program.compiled(weights, self.kv, last_tokens, packed)
             jax.block_until_ready((tokens, self.kv, last_tokens))

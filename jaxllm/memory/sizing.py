@@ -114,6 +114,18 @@ def size_kv_cache(
     return replace(report, measure_seconds=time.perf_counter() - start)
 
 
+def blocks_that_fit(devices: Sequence[jax.Device], demand: CacheDemand, report: MemoryReport) -> int:
+    """How many blocks there is room for now, programs needing what `report` says; the report's number on a CPU.
+
+    Raises:
+        BudgetError: if not one fits.
+    """
+    if report.platform == "cpu":
+        return report.num_kvcache_blocks
+    views = [read_device(device) for device in devices]
+    return report_of(report.platform, views, demand, report.programs).num_kvcache_blocks
+
+
 def report_of(
     platform: str, views: Sequence[DeviceView], demand: CacheDemand, programs: tuple[ProgramReport, ...]
 ) -> MemoryReport:

@@ -22,7 +22,8 @@ from jaxllm.engine.step_shape import PackedLayout, StepShape
 from jaxllm.layers.paged_attention import PagedBatch
 from jaxllm.models.params import parameter_specs, runtime_config
 from jaxllm.models.weights import Weights
-from jaxllm.parallel.mesh import make_mesh, replicated
+from jaxllm.parallel.mesh import make_mesh
+from jaxllm.parallel.placement import Placement
 
 OPTIONS = {"max_model_len": 64, "num_kvcache_blocks": 4, "enforce_eager": True}
 
@@ -99,7 +100,7 @@ def test_untested_devices_run_the_self_test(tiny: Callable[..., Path], monkeypat
 def test_the_kernels_do_what_xla_does(tiny: Callable[..., Path], decode: bool) -> None:
     """In the interpreter, bfloat16: the same outputs for real tokens, the same cache."""
     _, layout = model_and_layout(tiny, head_dim=64)
-    mesh, rng = make_mesh(1), np.random.default_rng(0)
+    placement, rng = Placement.of(make_mesh(1)), np.random.default_rng(0)
     contexts = [5, 40, 1, 0] if decode else [37, 3, 18, 0]
     lengths = [1, 1, 1, 0] if decode else [20, 1, 18, 0]
     tokens, blocks = (4 if decode else 48), 12
@@ -120,7 +121,7 @@ def test_the_kernels_do_what_xla_does(tiny: Callable[..., Path], decode: bool) -
     def run(attention: Attention, interpret: Any) -> tuple[np.ndarray, np.ndarray]:
         def step(q: jax.Array, k: jax.Array, v: jax.Array, kv: jax.Array, batch: PagedBatch) -> Any:
             attend = paged_attend(
-                attention, batch, decode=decode, heads=4, layout=layout, mesh=mesh, interpret=interpret
+                attention, batch, decode=decode, heads=4, layout=layout, placement=placement, interpret=interpret
             )
             return attend(1, q, k, v, kv)
 
@@ -136,17 +137,25 @@ def test_the_kernels_do_what_xla_does(tiny: Callable[..., Path], decode: bool) -
 @pytest.mark.parametrize("shape", [StepShape(8, 8, True, 16, 4), StepShape(64, 8, False, 16)], ids=lambda s: s.name)
 def test_a_whole_step_lowers_for_cuda(tiny: Callable[..., Path], shape: StepShape) -> None:
     config = resolve(str(tiny(head_dim=64))).config
-    mesh = make_mesh(1)
+    placement = Placement.of(make_mesh(1))
     dtype = jnp.dtype("bfloat16")
     parameters = {path: jnp.zeros(spec.shape, dtype) for path, spec in parameter_specs(config).items()}
     weights = Weights.of(runtime_config(config, 1), dtype, parameters)
     layout = KVLayout.of(config, 16, dtype, 1)
     step = step_function(
-        weights, layout, shape, attention=Attention.MOSAIC_GPU, mesh=mesh, known_tokens=np.ones(config.vocab_size, bool)
+        weights,
+        layout,
+        shape,
+        attention=Attention.MOSAIC_GPU,
+        placement=placement,
+        known_tokens=np.ones(config.vocab_size, bool),
     )
     last_tokens, packed = (
-        jax.ShapeDtypeStruct((size,), jnp.int32, sharding=replicated(mesh)) for size in (8, PackedLayout(shape).size)
+        jax.ShapeDtypeStruct((size,), jnp.int32, sharding=placement.replicated)
+        for size in (8, PackedLayout(shape).size)
     )
-    traced = jax.jit(step, donate_argnums=(1, 2)).trace(weights.leaves, layout.abstract(8, mesh), last_tokens, packed)
+    traced = jax.jit(step, donate_argnums=(1, 2)).trace(
+        weights.leaves, layout.abstract(8, placement), last_tokens, packed
+    )
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert ("paged_decode" in text) and ("ragged_prefill" in text) == (not shape.decode)

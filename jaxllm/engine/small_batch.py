@@ -1,0 +1,134 @@
+"""The decoder's layers for decode steps of few tokens, in fused Pallas kernels.
+
+There the number of kernels is the cost, not their bytes: a layer takes four launches beside attention, where XLA makes
+a dozen. It computes what `Decoder.paged` does, from the same module.
+"""
+
+import functools
+import logging
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxllm.cache.kv_array import KVLayout
+from jaxllm.engine.attention import Attention, KVArray, decode_plan
+from jaxllm.layers.linear import Linear
+from jaxllm.layers.paged_attention import PagedBatch
+from jaxllm.models.config import ModelConfig
+from jaxllm.models.decoder import Decoder, SelfAttention
+from kernels_pallas.paged_decode import paged_decode
+from kernels_pallas.small_batch import (
+    SUPPORTED_TOKENS,
+    QKVWeights,
+    gate_up,
+    normalized,
+    normed_input,
+    project_residual,
+    qkv_project,
+    refusal,
+)
+
+logger = logging.getLogger(__name__)
+
+
+def fits(attention: Attention, model: ModelConfig, layout: KVLayout, rows: int) -> bool:
+    """Whether decode steps of so many rows run these kernels: one device, up to 32 rows, shapes that they know."""
+    if attention is not Attention.MOSAIC_GPU or layout.tensor_parallel_size > 1 or rows > max(SUPPORTED_TOKENS):
+        return False
+    return _refusal(model, layout) is None
+
+
+@functools.cache
+def _refusal(model: ModelConfig, layout: KVLayout) -> str | None:
+    reason = refusal(
+        tokens=min(SUPPORTED_TOKENS),
+        hidden=model.hidden_size,
+        mlp=model.intermediate_size,
+        heads=model.num_attention_heads,
+        kv_heads=model.num_key_value_heads,
+        head_dim=layout.head_dim,
+        block_size=layout.block_size,
+        dtype=layout.dtype,
+    )
+    if reason is None:
+        logger.info("decode steps of up to %d rows: fused Pallas kernels", max(SUPPORTED_TOKENS))
+    else:
+        logger.info("decode steps of few rows: XLA; the fused kernels do not run here: %s", reason)
+    return reason
+
+
+def paged(
+    model: Decoder,
+    tokens: Int[Array, "rows"],
+    positions: Int[Array, "rows"],
+    batch: PagedBatch,
+    kv: KVArray,
+    layout: KVLayout,
+    interpret: Any = None,
+) -> tuple[Float[Array, "rows hidden"], KVArray]:
+    """Normalised hidden states of a decode step, and the cache with its keys and values; as `Decoder.paged`.
+
+    Args:
+        model: whose weights are read, as they lie in memory.
+        tokens: one of each row.
+        positions: theirs.
+        batch: slots and pages.
+        kv: the paged KV cache.
+        layout: of it.
+        interpret: run the kernels in their interpreter (tests on a CPU).
+    """
+    rows, eps = tokens.shape[0], model.config.rms_norm_eps
+    padding = next(n for n in SUPPORTED_TOKENS if n >= rows) - rows
+
+    def padded(x: Array, value: int = 0) -> Array:
+        return jnp.pad(x, ((0, padding), *((0, 0),) * (x.ndim - 1)), constant_values=value)
+
+    context_lens, tables = padded(batch.context_lens), padded(batch.block_tables)
+    slots = padded(batch.slots, jnp.iinfo(jnp.int32).max)  # past the end of the cache: not written
+    plan = decode_plan(context_lens, tables.shape[1], layout)
+    cos, sin = model.angles(padded(positions))
+    x = model.embed_tokens(padded(tokens))
+    norms = [layer.input_layernorm.weight[...] for layer in model.layers] + [model.norm.weight[...]]
+    source = normed_input(x, norms[0])
+    for index, layer in enumerate(model.layers):
+        attention, mlp = layer.self_attn, layer.mlp
+        weights = _qkv_weights(attention)
+        q, kv = qkv_project(source, weights, cos, sin, kv, index, slots, eps=eps, interpret=interpret)
+        attended, _ = paged_decode(
+            q, kv, index, tables, context_lens, scale=layout.head_dim**-0.5, plan=plan, interpret=interpret
+        )
+        x, source = project_residual(
+            attended.reshape(x.shape[0], -1),
+            attention.o_proj.weight[...],
+            x,
+            layer.post_attention_layernorm.weight[...],
+            bias=_bias(attention.o_proj),
+            interpret=interpret,
+        )
+        hidden = gate_up(
+            source,
+            mlp.gate_proj.weight[...],
+            mlp.up_proj.weight[...],
+            gate_bias=_bias(mlp.gate_proj),
+            up_bias=_bias(mlp.up_proj),
+            eps=eps,
+            interpret=interpret,
+        )
+        x, source = project_residual(
+            hidden, mlp.down_proj.weight[...], x, norms[index + 1], bias=_bias(mlp.down_proj), interpret=interpret
+        )
+    return normalized(source, eps)[:rows], kv
+
+
+def _bias(linear: Linear) -> Array | None:
+    return None if linear.bias is None else linear.bias[...]
+
+
+def _qkv_weights(attention: SelfAttention) -> QKVWeights:
+    q, k, v = attention.q_proj, attention.k_proj, attention.v_proj
+    norms = {}
+    if attention.q_norm is not None and attention.k_norm is not None:
+        norms = {"q_norm": attention.q_norm.weight[...], "k_norm": attention.k_norm.weight[...]}
+    biases = {f"{name}_bias": _bias(linear) for name, linear in (("q", q), ("k", k), ("v", v))}
+    return QKVWeights(q=q.weight[...], k=k.weight[...], v=v.weight[...], **norms, **biases)

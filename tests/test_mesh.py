@@ -1,0 +1,221 @@
+"""An engine inside the caller's program: on his mesh, on his arrays, under new weights, asleep and awake."""
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from collectives import collectives
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from jaxllm import LLM, SamplingParams
+from jaxllm.checkpoint import load_parameters, resolve
+from jaxllm.checkpoint.adopt import ParameterError
+from jaxllm.models.config import ModelConfig
+from jaxllm.models.params import parameter_specs
+from jaxllm.parallel.mesh import make_mesh
+from jaxllm.parallel.placement import Placement
+
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 32,
+    "max_model_len": 128,
+    "kvcache_block_size": 16,
+    "num_kvcache_blocks": 8,  # of which four requests need up to 14: preemption
+    "enforce_eager": True,
+    "skip_tokenizer_init": True,
+}
+SHAPE = {"num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 1}
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+PROMPTS = [np.random.default_rng(i).integers(0, 330, 20 + 6 * i).tolist() for i in range(5)]
+PROMPTS.append(PROMPTS[3])
+
+
+@pytest.fixture(scope="module")
+def folder(tiny: Callable[..., Path]) -> Path:
+    return tiny("qwen2", **SHAPE)
+
+
+@pytest.fixture(scope="module")
+def config(folder: Path) -> ModelConfig:
+    return resolve(str(folder)).config
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[list[int]]:
+    return tokens(LLM(str(folder), **OPTIONS))
+
+
+def tokens(llm: LLM, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
+
+
+def device_bytes() -> int:
+    """Bytes of all distinct buffers on all devices."""
+    gc.collect()
+    found = {}
+    for array in jax.live_arrays():
+        for shard in array.addressable_shards:
+            found[shard.device.id, shard.data.unsafe_buffer_pointer()] = shard.data.nbytes
+    return sum(found.values())
+
+
+def mesh_of(shape: tuple[int, ...], names: tuple[str, ...], kind: AxisType, first: int = 0) -> Mesh:
+    devices = np.array(jax.devices()[first : first + int(np.prod(shape))]).reshape(shape)
+    return Mesh(devices, names, axis_types=(kind,) * len(names))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "axis"),
+    [
+        (((2, 1, 2), ("replica", "fsdp", "tensor"), AxisType.Explicit, 4), "tensor"),
+        (((2, 4), ("fsdp", "tp"), AxisType.Auto), ("fsdp", "tp")),
+        (((2,), ("batch",), AxisType.Explicit, 3), None),
+    ],
+    ids=["further axes on the last devices", "two axes as one, beyond the KV heads", "no tensor parallelism"],
+)
+def test_the_caller_s_mesh_gives_the_same_tokens(
+    folder: Path, expected: list[list[int]], mesh: tuple[Any, ...], axis: Any
+) -> None:
+    """Under preemption and prefix hits, and inside the caller's own `jax.set_mesh`."""
+    made = mesh_of(*mesh)
+    with jax.set_mesh(made):
+        llm = LLM(str(folder), mesh=made, tensor_axis=axis, **OPTIONS)
+        assert tokens(llm) == expected
+    stats = llm.stats.scheduler
+    assert stats.preemptions > 0 and stats.prefix_hit_tokens > 0
+    runner, placement = llm.engine.runner, Placement.of(made, axis)
+    assert runner.kv.sharding.is_equivalent_to(NamedSharding(placement.mesh, placement.kv_spec), 6)
+    assert runner.kv.sharding.device_set == set(made.devices.flat)
+    specs = parameter_specs(llm.model_config, placement.tensor_parallel_size)
+    for path, leaf in zip(runner.weights.paths, runner.weights.leaves, strict=True):
+        assert leaf.sharding == placement.sharding(*specs[path].axes)
+
+
+def test_programs_send_two_sums_a_layer_and_no_array_whole(tiny: Callable[..., Path]) -> None:
+    """One all-reduce of hidden states for the embedding and two a layer; nothing of logits, weights or KV."""
+    tp = 4
+    folder = tiny(**SHAPE | {"num_hidden_layers": 2})
+    llm = LLM(str(folder), **OPTIONS | {"tensor_parallel_size": tp, "enforce_eager": False})
+    layers, hidden = llm.model_config.num_hidden_layers, llm.model_config.hidden_size
+    for program in llm.engine.runner.programs:
+        counts = collectives(program.compiled)
+        sums = {key: count for key, count in counts.items() if key == ("all-reduce", (program.shape.tokens, hidden))}
+        assert sum(sums.values()) == 2 * layers + 1
+        rest = counts - type(counts)(sums)
+        small = OPTIONS["max_num_seqs"] * max(tp, 16)
+        assert all(int(np.prod(shape)) <= small for _, shape in rest), rest
+
+
+def test_parameters_that_live_here_are_used_where_they_lie(
+    folder: Path, config: ModelConfig, expected: list[list[int]]
+) -> None:
+    mesh = mesh_of((2, 2), ("fsdp", "tensor"), AxisType.Explicit)
+    placement = Placement.of(mesh)
+    params = load_parameters(resolve(str(folder)), parameter_specs(config, 2), placement, "float32")
+    before = device_bytes()
+    llm = LLM.from_params(config, params, mesh=mesh, **OPTIONS)
+    runner = llm.engine.runner
+    kv = sum(shard.data.nbytes for shard in runner.kv.addressable_shards)
+    state = sum(shard.data.nbytes for shard in runner.last_tokens.addressable_shards)
+    assert device_bytes() - before == kv + state
+    for path, leaf in zip(runner.weights.paths, runner.weights.leaves, strict=True):
+        assert leaf is params[path]
+    assert tokens(llm) == expected
+    assert llm.tokenizer is None and llm.config.tensor_parallel_size == 2
+
+
+def test_new_weights(folder: Path, tiny: Callable[..., Path], config: ModelConfig, expected: list[list[int]]) -> None:
+    """A training step's results: the same tokens as an engine that was built on them, and nothing is compiled."""
+    placement = Placement.of(make_mesh(1))
+    specs = parameter_specs(config)
+    other = tiny("qwen2", **SHAPE, seed=1)
+    old, new = (load_parameters(resolve(str(path)), specs, placement, "float32") for path in (folder, other))
+    llm = LLM.from_params(config, old, **OPTIONS | {"enforce_eager": False})
+    assert tokens(llm) == expected
+    stream = llm.stream([PROMPTS[0]], GREEDY)
+    first = next(stream)
+    before = device_bytes()
+    hits = llm.stats.scheduler.prefix_hit_tokens
+    llm.update_weights(new)
+    assert device_bytes() <= before and llm.engine.runner.weights.leaves[0] is new["embed_tokens.weight"]
+    rest = [delta for delta in stream]
+    assert first.token_ids + [t for delta in rest for t in delta.token_ids] == expected[0]  # finished with the old
+    assert tokens(llm, PROMPTS[:1]) == tokens(LLM(str(other), **OPTIONS), PROMPTS[:1]) != expected[:1]
+    assert llm.stats.scheduler.prefix_hit_tokens == hits  # the old prefix is not found
+    assert llm.stats.compilations_after_ready == 0
+    with pytest.raises(ParameterError, match=r"missing \(1\): norm.weight"):
+        llm.update_weights({path: array for path, array in new.items() if path != "norm.weight"})
+    with pytest.raises(ValueError, match="running must be 'finish' or 'abort'; got 'stop'"):
+        llm.update_weights(new, running="stop")  # type: ignore[arg-type]
+    del old, first
+    gc.collect()
+    assert all(leaf is new[path] for path, leaf in zip(*_leaves(llm), strict=True))
+
+
+def _leaves(llm: LLM) -> tuple[tuple[str, ...], tuple[jax.Array, ...]]:
+    weights = llm.engine.runner.weights
+    return weights.paths, weights.leaves
+
+
+def test_the_old_weights_are_gone(folder: Path, config: ModelConfig) -> None:
+    """Nobody keeps them: not the programs, which were compiled for them."""
+    placement = Placement.of(make_mesh(1))
+    load = lambda: load_parameters(resolve(str(folder)), parameter_specs(config), placement, "float32")  # noqa: E731
+    llm = LLM.from_params(config, load(), **OPTIONS)
+    tokens(llm, PROMPTS[:1])
+    before = device_bytes()
+    llm.update_weights(load())
+    tokens(llm, PROMPTS[:3])
+    assert device_bytes() == before
+
+
+def test_running_requests_are_aborted_where_that_is_asked(folder: Path, config: ModelConfig) -> None:
+    llm = LLM(str(folder), **OPTIONS)
+    stream = llm.stream([PROMPTS[0]], GREEDY)
+    next(stream)
+    host = {p: np.ones(s.file_shape, np.float32) for p, s in parameter_specs(config).items()}
+    llm.update_weights(host, running="abort")
+    last = list(stream)[-1].output
+    assert last is not None and last.outputs[0].finish_reason == "abort"
+    assert len(last.outputs[0].token_ids) < GREEDY.max_tokens
+
+
+def test_asleep_the_engine_has_no_cache(folder: Path, expected: list[list[int]]) -> None:
+    llm = LLM(str(folder), **OPTIONS)
+    runner = llm.engine.runner
+    kv = sum(shard.data.nbytes for shard in runner.kv.addressable_shards)
+    stream = llm.stream(PROMPTS, GREEDY)
+    found: dict[int, list[int]] = {index: [] for index in range(len(PROMPTS))}
+    for _ in range(10):
+        delta = next(stream)
+        found[delta.index] += delta.token_ids
+    before = device_bytes()
+    llm.sleep()
+    llm.sleep()  # does nothing
+    assert before - device_bytes() >= kv
+    with pytest.raises(RuntimeError, match=r"asleep, its KV memory given back: call wake\(\) first"):
+        llm.generate([PROMPTS[0]], GREEDY, use_tqdm=False)
+    llm.wake()
+    llm.wake()
+    assert before - 100 < device_bytes() <= before  # less the results of steps under way
+    for delta in stream:
+        found[delta.index] += delta.token_ids
+    assert list(found.values()) == expected
+    assert llm.stats.scheduler.free_blocks == llm.stats.num_kvcache_blocks
+
+
+def test_what_contradicts_the_mesh(folder: Path, config: ModelConfig) -> None:
+    mesh = jax.make_mesh((2, 3), ("data", "tensor"), devices=jax.devices()[:6])
+    with pytest.raises(ValueError, match=r"tensor_parallel_size=3 does not divide.*Sizes that do: 1, 2, 4, 8"):
+        LLM(str(folder), mesh=mesh, **OPTIONS)
+    with pytest.raises(ValueError, match=r"tensor_parallel_size=2, but tensor_axis='tensor' of the mesh has 3 devices"):
+        LLM(str(folder), mesh=mesh, **OPTIONS | {"tensor_parallel_size": 2})
+    with pytest.raises(ValueError, match=r"tensor_axis='model' names 'model', which the mesh does not have"):
+        LLM(str(folder), mesh=mesh, tensor_axis="model", **OPTIONS)
+    with pytest.raises(ParameterError, match=r"missing \(14\)"):
+        LLM.from_params(config, {}, **OPTIONS)
