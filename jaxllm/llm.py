@@ -20,7 +20,8 @@ from jaxllm.checkpoint.resolve import resolve
 from jaxllm.checkpoint.tokenizer import known_tokens
 from jaxllm.config import EngineConfig
 from jaxllm.engine import compilation_cache
-from jaxllm.engine.engine import Engine, EngineStats, Running, Update
+from jaxllm.engine.answer import Update
+from jaxllm.engine.engine import Engine, EngineStats, Running
 from jaxllm.engine.prompts import Params, Prompt, pair_params, prompt_token_ids, split_prompts
 from jaxllm.engine.request import Request
 from jaxllm.engine.runner import Runner, RunnerSpec
@@ -28,7 +29,7 @@ from jaxllm.memory.pool import start_backend
 from jaxllm.memory.report import MemoryReport
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.weights import Weights
-from jaxllm.outputs import CompletionOutput, RequestOutput, StreamDelta
+from jaxllm.outputs import CompletionOutput, RequestOutput, StreamDelta, join_outputs
 from jaxllm.parallel import distributed
 from jaxllm.parallel.mesh import TENSOR, make_mesh
 from jaxllm.parallel.placement import AxisNames, Placement
@@ -279,39 +280,46 @@ class LLM:
             raise kind("\n".join(f"prompt {index}: {error}" for index, error in refused.items()))
         return self._serve([prompt for prompt, _ in requests], prepared)
 
-    def _prepare(self, request_id: str, prompt: Any, params: SamplingParams) -> Request | Exception:
-        """A request, or why there is none."""
+    def _prepare(self, request_id: str, prompt: Any, params: SamplingParams) -> list[Request] | Exception:
+        """A request for each output, or why there is none."""
         if isinstance(prompt, Exception):
             return prompt
         try:
-            return self.engine.prepare(request_id, prompt, params)
+            return self.engine.prepare_each(request_id, prompt, params)
         except (TypeError, ValueError) as error:
             return error
 
-    def _serve(self, prompts: list[Any], prepared: list[Request | Exception]) -> Iterator[StreamDelta]:
+    def _serve(self, prompts: list[Any], prepared: list[list[Request] | Exception]) -> Iterator[StreamDelta]:
         inbox: deque[Update] = deque()
+        finished: dict[int, dict[int, RequestOutput]] = {}  # outputs by prompt and place
         with self._aborting() as unfinished:
             for index, (prompt, item) in enumerate(zip(prompts, prepared, strict=True)):
                 if isinstance(item, Exception):
                     yield StreamDelta(index, "", output=_refusal(str(index), prompt, item))
-                else:
-                    unfinished[item.request_id] = index
-                    self.engine.submit(item, prompt if isinstance(prompt, str) else None, inbox)
+                    continue
+                for place, request in enumerate(item):
+                    unfinished[request.request_id] = (index, place)
+                    self.engine.submit(request, prompt if isinstance(prompt, str) else None, inbox)
             while unfinished:
                 # Calls from other threads, or between two deltas of this one, run steps for all.
                 if not inbox and not self.engine.advance() and not inbox:
                     raise RuntimeError(f"the engine has nothing to do, but {sorted(unfinished)} have not ended")
                 while inbox:
                     update = inbox.popleft()
-                    index = unfinished[update.request_id]
+                    index, place = unfinished[update.request_id]
+                    output = None
                     if update.output is not None:
                         del unfinished[update.request_id]
-                    yield StreamDelta(index, update.text, update.token_ids, update.output)
+                        done = finished.setdefault(index, {})
+                        done[place] = update.output
+                        if len(done) == len(prepared[index]):  # type: ignore[arg-type]
+                            output = _joined(finished.pop(index))
+                    yield StreamDelta(index, update.text, update.token_ids, output, place, update.logprobs)
 
     @contextmanager
-    def _aborting(self) -> Iterator[dict[str, int]]:
+    def _aborting(self) -> Iterator[dict[str, tuple[int, int]]]:
         """Requests in flight; those still there at the end, after an error or a closed generator, are aborted."""
-        unfinished: dict[str, int] = {}
+        unfinished: dict[str, tuple[int, int]] = {}
         try:
             yield unfinished
         finally:
@@ -338,6 +346,13 @@ def _place(config: EngineConfig, mesh: Mesh | None, tensor_axis: AxisNames) -> t
             f"devices: leave tensor_parallel_size out where you give a mesh"
         )
     return replace(config, tensor_parallel_size=tp), placement
+
+
+def _joined(outputs: dict[int, RequestOutput]) -> RequestOutput:
+    """The output of a prompt from those of its requests, by place."""
+    if len(outputs) == 1:
+        return outputs[0]
+    return join_outputs(outputs[0].request_id.rpartition("-")[0], [outputs[place] for place in sorted(outputs)])
 
 
 def _refusal(request_id: str, prompt: Any, error: Exception) -> RequestOutput:

@@ -1,7 +1,7 @@
 """What a request gives back, in vLLM's shape."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 
@@ -126,6 +126,26 @@ class RequestOutput:
         if self.metrics is not None:
             data["metrics"]["time_to_first_token"] = self.metrics.time_to_first_token
         return data
+
+
+def join_outputs(request_id: str, parts: Sequence[RequestOutput]) -> RequestOutput:
+    """One output of the requests that generated the outputs of one prompt, in their order.
+
+    Times are from the first arrival and first token to the last end; prefix hits are those of the first request.
+    """
+    completions = [replace(part.outputs[0], index=index) for index, part in enumerate(parts)]
+    metrics = [part.metrics for part in parts if part.metrics is not None]
+    started = [one.first_token_time for one in metrics if one.first_token_time is not None]
+    finished = [one.finished_time for one in metrics if one.finished_time is not None]
+    joined = RequestMetrics(
+        min(one.arrival_time for one in metrics),
+        min(started, default=None),
+        max(finished, default=None),
+        metrics[0].num_cached_tokens,
+        sum(one.num_preemptions for one in metrics),
+    )
+    error = next((part.error for part in parts if part.error), None)
+    return replace(parts[0], request_id=request_id, outputs=completions, metrics=joined, error=error)
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,8 @@ MAX_BAD_WORD_TOKENS = 8
 """Tokens of each of them."""
 
 NOT_WIRED = frozenset({
-    "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "include_stop_str_in_output", "bad_words",
-    "logit_bias", "allowed_token_ids", "logprobs", "prompt_logprobs", "detokenize", "skip_special_tokens",
-    "logits_processors", "structured_outputs",
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "bad_words",
+    "logit_bias", "allowed_token_ids", "logprobs", "prompt_logprobs", "logits_processors", "structured_outputs",
 })  # fmt: skip
 """Fields that the engine does not act on yet: anything but their default is refused."""
 

@@ -15,6 +15,14 @@ def default_folder() -> Path:
     return Path(base) / "jaxllm" / "xla"
 
 
+def executables_folder() -> Path | None:
+    """Where whole programs are kept: in the compilation cache, wherever the process has it; None if it has none."""
+    chosen = jax.config.jax_compilation_cache_dir
+    if chosen is None or "://" in chosen or not jax.config.jax_enable_compilation_cache:
+        return None
+    return Path(chosen) / "jaxllm-programs"
+
+
 def enable(folder: Path | None = None) -> Path | None:
     """Keep compiled programs in `folder`, so that the next start with the same shapes compiles nothing.
 

@@ -6,24 +6,23 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
 
 from jaxllm.cache.block_pool import BlockPool
 from jaxllm.checkpoint.adopt import check_parameters
+from jaxllm.engine.answer import Answer, Update
 from jaxllm.engine.interrupts import deferred_interrupts
 from jaxllm.engine.prompts import Prompt, prompt_token_ids
 from jaxllm.engine.request import Request
 from jaxllm.engine.runner import Runner
 from jaxllm.engine.scheduler import Scheduler
 from jaxllm.engine.step import SchedulerStats, Step
-from jaxllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from jaxllm.outputs import RequestOutput
 from jaxllm.sampling_params import MAX_SUPPRESSED_IDS, SamplingParams
-from jaxllm.text.detokenizer import Detokenizer
 from jaxllm.text.prompt import encode_prompt
-from jaxllm.text.stop import StopStrings
 
 Running = Literal["finish", "abort"]
 """What becomes of requests that run while the weights change."""
@@ -44,30 +43,6 @@ class EngineStats:
     num_kvcache_blocks: int
     compilations_after_ready: int
     seconds_compiling_after_ready: float
-
-
-@dataclass(eq=False)
-class _Stream:
-    """The text side of one request, and where its updates go."""
-
-    request: Request
-    inbox: "deque[Update]"
-    prompt: str | None
-    detokenizer: Detokenizer | None
-    stops: StopStrings
-    pieces: list[str] = field(default_factory=list)
-    first_token_time: float | None = None
-    finished_time: float | None = None
-
-
-@dataclass(frozen=True)
-class Update:
-    """What one step added to one request."""
-
-    request_id: str
-    text: str
-    token_ids: list[int]
-    output: RequestOutput | None
 
 
 class Engine:
@@ -98,7 +73,7 @@ class Engine:
             enable_prefix_caching=config.enable_prefix_caching,
             iterations=runner.shapes.iterations,
         )
-        self._streams: dict[str, _Stream] = {}
+        self._answers: dict[str, Answer] = {}
         self._under_way: deque[tuple[Step, jax.Array]] = deque()
         self._made = 0
         self._lock = threading.RLock()
@@ -129,6 +104,8 @@ class Engine:
         """
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params must be SamplingParams, not {type(params).__name__}")
+        if params.n != 1:
+            raise ValueError(f"n={params.n}: one request has one output; use `prepare_each`, or `LLM`")
         if params.stop and self.tokenizer is None:
             raise ValueError(f"stop={list(params.stop)} needs a tokenizer; leave skip_tokenizer_init off")
         token_ids = self._token_ids(prompt)
@@ -146,6 +123,15 @@ class Engine:
         self.scheduler.check(request)
         return request
 
+    def prepare_each(self, request_id: str, prompt: Prompt, params: SamplingParams) -> list[Request]:
+        """`prepare` for each of the `n` outputs; with several their ids are `request_id` and a number."""
+        if not isinstance(params, SamplingParams) or params.n == 1:
+            return [self.prepare(request_id, prompt, params)]
+        first, *others = params.each_output()
+        requests = [self.prepare(f"{request_id}-0", prompt, first)]
+        ids = requests[0].prompt_token_ids
+        return requests + [self.prepare(f"{request_id}-{i}", ids, other) for i, other in enumerate(others, 1)]
+
     def submit(self, request: Request, text: str | None = None, inbox: "deque[Update] | None" = None) -> None:
         """Queue a prepared request; `text` is its prompt where that was text, `inbox` takes its updates.
 
@@ -153,12 +139,11 @@ class Engine:
             ValueError: if its id is that of an unfinished request; nothing is queued then.
         """
         inbox = self._outbox if inbox is None else inbox
-        detokenizer = None if self.tokenizer is None else Detokenizer(self.tokenizer)
-        stream = _Stream(request, inbox, text, detokenizer, StopStrings(request.params.stop))
+        answer = Answer(request, inbox, text, self.tokenizer)
         with self._exclusively():
             request.arrival_time = time.perf_counter()
             self.scheduler.add(request)
-            self._streams[request.request_id] = stream
+            self._answers[request.request_id] = answer
 
     def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams) -> None:
         """`prepare` and `submit` in one; raises what they raise."""
@@ -170,13 +155,11 @@ class Engine:
             request = self.scheduler.abort(request_id)
             if request is None:
                 return None
-            stream = self._streams.pop(request_id)
-            text = "" if stream.detokenizer is None else stream.stops.feed(stream.detokenizer.finish())[0]
-            text += stream.stops.flush()
-            stream.pieces.append(text)
-            stream.finished_time = time.perf_counter()
-            output = self._finish(stream)
-            stream.inbox.append(Update(request_id, text, [], output))
+            answer = self._answers.pop(request_id)
+            text = answer.break_off()
+            answer.finished_time = time.perf_counter()
+            output = answer.output()
+            answer.inbox.append(Update(request_id, text, [], output))
             return output
 
     def update_weights(self, params: Any, running: Running = "finish") -> None:
@@ -191,7 +174,7 @@ class Engine:
             spec = self.runner.spec
             check_parameters(spec.model, params, spec.placement)
             if running == "abort":
-                for request_id in list(self._streams):
+                for request_id in list(self._answers):
                     self.abort_request(request_id)
             while self.advance():
                 pass
@@ -249,7 +232,7 @@ class Engine:
                 raise
             now = time.perf_counter()
             for request, count in self.scheduler.complete(oldest, sampled):
-                self._streams[request.request_id].inbox.append(self._update(request, count, now))
+                self._answers[request.request_id].inbox.append(self._update(request, count, now))
             return True
 
     @contextmanager
@@ -260,61 +243,16 @@ class Engine:
 
     def _update(self, request: Request, count: int, now: float) -> Update:
         """Take in the last `count` tokens of a request."""
-        stream = self._streams[request.request_id]
-        if stream.first_token_time is None:
-            stream.first_token_time = now
+        answer = self._answers[request.request_id]
+        if answer.first_token_time is None:
+            answer.first_token_time = now
         before = len(request.token_ids) - count
-        text = self._text(stream, before)
-        if text:
-            stream.pieces.append(text)
+        text = answer.add(before, self.scheduler.cut)
         output = None
         if request.is_finished:
-            stream.finished_time = now
-            output = self._finish(self._streams.pop(request.request_id))
+            answer.finished_time = now
+            output = self._answers.pop(request.request_id).output()
         return Update(request.request_id, text, request.token_ids[before:], output)
-
-    def _text(self, stream: _Stream, before: int) -> str:
-        """Text that the tokens behind the first `before` make final; ends the request where it completes a stop string.
-
-        With stop strings, token by token: those behind the one that completes a string do not count.
-        """
-        request, detokenizer = stream.request, stream.detokenizer
-        if detokenizer is None:
-            return ""
-        tokens = request.token_ids[before:]
-        groups = [[token] for token in tokens] if request.params.stop else [tokens]
-        text, end = "", before
-        for group in groups:
-            end += len(group)
-            last = end == len(request.token_ids) and request.is_finished
-            # The token that ends a text is no part of it.
-            raw = detokenizer.add(group[:-1] if last and request.finish_reason == "stop" else group)
-            if last:
-                raw += detokenizer.finish()
-            if end - request.num_prompt_tokens < request.params.min_tokens:
-                text += stream.stops.pass_by(raw)
-                continue
-            piece, matched = stream.stops.feed(raw)
-            text += piece
-            if matched is not None:
-                self.scheduler.cut(request, end, matched)
-                return text
-        return text + stream.stops.flush() if request.is_finished else text
-
-    def _finish(self, stream: _Stream) -> RequestOutput:
-        request = stream.request
-        metrics = RequestMetrics(
-            request.arrival_time,
-            stream.first_token_time,
-            stream.finished_time,
-            request.num_cached_tokens or 0,
-            request.num_preemptions,
-        )
-        completion = CompletionOutput(
-            0, "".join(stream.pieces), request.output_token_ids, request.finish_reason, request.stop_reason
-        )
-        prompt_ids = list(request.prompt_token_ids)
-        return RequestOutput(request.request_id, stream.prompt, prompt_ids, [completion], True, metrics)
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):

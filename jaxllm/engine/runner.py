@@ -1,5 +1,6 @@
 """Owns what lies on the devices, weights and KV cache, and runs steps on it."""
 
+import hashlib
 import logging
 import os
 import time
@@ -17,6 +18,8 @@ from jaxllm.checkpoint.checkpoint import Checkpoint
 from jaxllm.checkpoint.load import load_parameters
 from jaxllm.config import EngineConfig
 from jaxllm.engine.attention import Attention, choose_attention
+from jaxllm.engine.compilation_cache import executables_folder
+from jaxllm.engine.executables import ExecutableCache
 from jaxllm.engine.programs import Programs
 from jaxllm.engine.seats import Seats
 from jaxllm.engine.step import Step
@@ -81,6 +84,16 @@ class RunnerSpec:
             config.kvcache_block_size,
             **shape_options(self.platform),
         )
+
+    @cached_property
+    def executables(self) -> ExecutableCache:
+        """Programs of this engine that are kept between starts, beside JAX's compilation cache."""
+        config = self.config
+        known = hashlib.sha256(self.known_tokens.tobytes()).hexdigest()
+        facts = (self.model, self.run_time, self.placement, self.dtype, self.attention, config.max_rows, known)
+        mesh = self.placement.mesh
+        where = (mesh.devices.shape, mesh.axis_names)
+        return ExecutableCache(executables_folder(), list(mesh.devices.flat), *facts, where, self.max_model_len)
 
     @cached_property
     def attention(self) -> Attention:
@@ -270,7 +283,16 @@ def _agreed(report: MemoryReport) -> MemoryReport:
 def compile_step(
     spec: RunnerSpec, weights: Weights, layout: KVLayout, num_blocks: int, shape: StepShape
 ) -> jax.stages.Compiled:
-    """Compile a program of `shape` ahead of time for its arguments' shardings; KV array and state are donated."""
+    """Compile a program of `shape` ahead of time for its arguments' shardings; KV array and state are donated.
+
+    Or take it from the folder of an earlier start.
+    """
+    options = _compiler_options(spec)
+    leaves = [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in weights.leaves]
+    facts = (layout, num_blocks, shape, sorted(options.items()), leaves)
+    kept = spec.executables.load(*facts)
+    if kept is not None:
+        return kept
     step = step_function(
         weights, layout, shape, attention=spec.attention, placement=spec.placement, known_tokens=spec.known_tokens
     )
@@ -281,7 +303,9 @@ def compile_step(
     jitted = jax.jit(step, donate_argnums=(1, 2), out_shardings=out)
     with spec.placement.own_mesh():
         lowered = jitted.lower(weights.leaves, layout.abstract(num_blocks, spec.placement), last_tokens, packed)
-    return lowered.compile(compiler_options=_compiler_options(spec))
+    compiled = lowered.compile(compiler_options=options)
+    spec.executables.store(compiled, *facts)
+    return compiled
 
 
 def _compiler_options(spec: RunnerSpec) -> dict[str, Any]:

@@ -192,8 +192,9 @@ def _qkv_project(
             return [left * c - right * s, right * c + left * s]
 
         def write_cache(kind: int, values: list[jax.Array]) -> None:
-            for index, value in enumerate(values):
-                tile.at[:, pl.ds(index * half, half)][...] = value.astype(dtype)
+            # Whole rows at once: the compiler swizzles this tile by rows of 128 bytes, which TMA undoes by address, but
+            # which a store to a slice counts from the slice's start. Stored apart, right halves come out permuted.
+            tile[...] = lax.concatenate(values, 1).astype(dtype)
             plgpu.commit_smem()
             first_page = layout.first_page(layer) + (kind - 1) * layout.value_offset + kinds[kind][2]
             for token, slot in enumerate(slot_of):

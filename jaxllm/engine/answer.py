@@ -1,0 +1,108 @@
+"""What becomes of a request's tokens on the host: text, stop strings, log probabilities, the output."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxllm.engine.request import Request
+from jaxllm.outputs import CompletionOutput, Logprobs, RequestMetrics, RequestOutput
+from jaxllm.text.detokenizer import Detokenizer
+from jaxllm.text.stop import StopStrings
+
+Cut = Callable[[Request, int, str], None]
+"""`Scheduler.cut`."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one step added to one request."""
+
+    request_id: str
+    text: str
+    token_ids: list[int]
+    output: RequestOutput | None
+    logprobs: list[Logprobs] | None = None
+
+
+@dataclass(eq=False)
+class Answer:
+    """The text side of one request, and where its updates go.
+
+    Attributes:
+        request: whose it is.
+        inbox: takes its updates.
+        prompt: its text; None where token ids were given.
+        tokenizer: None for ids alone.
+    """
+
+    request: Request
+    inbox: "deque[Update]"
+    prompt: str | None
+    tokenizer: Any | None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    error: str | None = None
+    """Why it ended with `finish_reason` "error"."""
+    _pieces: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        params = self.request.params
+        self._stops = StopStrings(params.stop, params.include_stop_str_in_output)
+        has_text = self.tokenizer is not None and params.detokenize
+        self._detokenizer = Detokenizer(self.tokenizer, params.skip_special_tokens) if has_text else None
+
+    def add(self, before: int, cut: Cut) -> str:
+        """Text that the tokens behind the first `before` make final; `cut` ends the request at a stop string."""
+        text = self._text(before, cut)
+        if text:
+            self._pieces.append(text)
+        return text
+
+    def _text(self, before: int, cut: Cut) -> str:
+        """With stop strings, token by token: those behind the one that completes a string do not count."""
+        request, detokenizer = self.request, self._detokenizer
+        if detokenizer is None:
+            return ""
+        params, tokens = request.params, request.token_ids[before:]
+        groups = [[token] for token in tokens] if params.stop else [tokens]
+        text, end = "", before
+        for group in groups:
+            end += len(group)
+            last = end == len(request.token_ids) and request.is_finished
+            # The token that ends a text is no part of it.
+            hidden = last and request.finish_reason == "stop" and not params.include_stop_str_in_output
+            raw = detokenizer.add(group[:-1] if hidden else group)
+            if last:
+                raw += detokenizer.finish()
+            if end - request.num_prompt_tokens < params.min_tokens:
+                text += self._stops.pass_by(raw)
+                continue
+            piece, matched = self._stops.feed(raw)
+            text += piece
+            if matched is not None:
+                cut(request, end, matched)
+                return text
+        return text + self._stops.flush() if request.is_finished else text
+
+    def break_off(self) -> str:
+        """What was held back of the text, once nothing follows."""
+        text = "" if self._detokenizer is None else self._stops.feed(self._detokenizer.finish())[0]
+        text += self._stops.flush()
+        self._pieces.append(text)
+        return text
+
+    def output(self) -> RequestOutput:
+        """The whole request."""
+        request = self.request
+        metrics = RequestMetrics(
+            request.arrival_time,
+            self.first_token_time,
+            self.finished_time,
+            request.num_cached_tokens or 0,
+            request.num_preemptions,
+        )
+        text, tokens = "".join(self._pieces), request.output_token_ids
+        completion = CompletionOutput(0, text, tokens, request.finish_reason, request.stop_reason)
+        ids = list(request.prompt_token_ids)
+        return RequestOutput(request.request_id, self.prompt, ids, [completion], True, metrics, self.error)

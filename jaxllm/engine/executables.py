@@ -1,0 +1,93 @@
+"""Compiled programs on disk by everything they depend on, so that a later start does not even trace them.
+
+JAX's own compilation cache is asked with the program's text, which takes a second or two to make for each program, one
+after the other. Here the key is what the text is made from.
+"""
+
+import hashlib
+import logging
+import os
+import pickle
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib
+from jax.experimental import serialize_executable
+
+import jaxllm
+import kernels_pallas
+
+logger = logging.getLogger(__name__)
+
+
+class ExecutableCache:
+    """Programs of one engine in a folder.
+
+    Args:
+        folder: where they are kept; None keeps nothing. Programs in it are run unchecked: it must belong to the user.
+        devices: that the programs run on.
+        facts: what the programs depend on beside code, versions and devices; two engines with equal `repr` of their
+            facts have the same programs.
+    """
+
+    def __init__(self, folder: Path | None, devices: list[jax.Device], *facts: Any):
+        self._folder, self._devices = folder, devices
+        self._digest = hashlib.sha256(repr((_environment(), [repr(d) for d in devices], facts)).encode())
+
+    def load(self, *facts: Any) -> jax.stages.Compiled | None:
+        """The program that these further facts tell apart, or None if there is none that can be read."""
+        if self._folder is None or not (path := self._path(facts)).exists():
+            return None
+        try:
+            payload, in_tree, out_tree = pickle.loads(path.read_bytes())
+            return serialize_executable.deserialize_and_load(
+                payload, in_tree, out_tree, backend=self._devices[0].client, execution_devices=self._devices
+            )
+        except Exception as error:  # of whatever kind a damaged or foreign file raises
+            logger.warning("%s is of no use and is compiled again: %s", path, error)
+            path.unlink(missing_ok=True)
+            return None
+
+    def store(self, compiled: jax.stages.Compiled, *facts: Any) -> None:
+        """Keep a program for `load`."""
+        if self._folder is None:
+            return
+        try:
+            data = pickle.dumps(serialize_executable.serialize(compiled))
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:
+                file.write(data)
+            os.replace(file.name, self._path(facts))  # whole, or not at all, for whoever reads at the same time
+        except (OSError, ValueError, NotImplementedError) as error:
+            logger.warning("a compiled program was not kept for the next start: %s", error)
+
+    def _path(self, facts: tuple[Any, ...]) -> Path:
+        assert self._folder is not None
+        digest = self._digest.copy()
+        digest.update(repr(facts).encode())
+        return self._folder / f"{digest.hexdigest()}.program"
+
+
+@cache
+def _environment() -> tuple[Any, ...]:
+    """Versions, flags and the code of both packages."""
+    client = jax.devices()[0].client
+    flags = {name: value for name, value in os.environ.items() if name.startswith(("XLA_FLAGS", "MOSAIC_"))}
+    code = hashlib.sha256()
+    for package in (jaxllm, kernels_pallas):
+        root = Path(package.__path__[0])
+        for path in sorted(root.rglob("*.py")):
+            code.update(str(path.relative_to(root)).encode())
+            code.update(path.read_bytes())
+    settings = (jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision)
+    return (
+        jax.__version__,
+        jaxlib.__version__,
+        client.platform_version,
+        sorted(flags.items()),
+        settings,
+        code.digest(),
+    )

@@ -1,0 +1,47 @@
+"""Programs on disk: found again under equal facts alone, and made again where they cannot be read."""
+
+import logging
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxllm.engine.executables import ExecutableCache
+
+
+def multiply(factor: int) -> jax.stages.Compiled:
+    return jax.jit(lambda x: factor * x, donate_argnums=0).lower(jnp.zeros(4)).compile()
+
+
+def test_a_program_is_found_by_all_its_facts(tmp_path: Path) -> None:
+    devices = jax.devices()[:1]
+    cache = ExecutableCache(tmp_path / "programs", devices, "model", 2)
+    assert cache.load("shape") is None
+    program = multiply(2)
+    cache.store(program, "shape")
+    cache.store(multiply(3), "other shape")
+    again = ExecutableCache(tmp_path / "programs", devices, "model", 2)
+    found = again.load("shape")
+    assert found is not None
+    assert found(jnp.arange(4.0)).tolist() == [0, 2, 4, 6]
+    assert found.memory_analysis().alias_size_in_bytes == program.memory_analysis().alias_size_in_bytes == 16
+    assert ExecutableCache(tmp_path / "programs", devices, "model", 3).load("shape") is None
+    assert ExecutableCache(tmp_path / "programs", jax.devices()[1:2], "model", 2).load("shape") is None
+    assert len(list((tmp_path / "programs").iterdir())) == 2
+
+
+def test_a_damaged_program_is_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cache = ExecutableCache(tmp_path, jax.devices()[:1])
+    cache.store(multiply(2))
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(path.read_bytes()[:-100])
+    with caplog.at_level(logging.WARNING):
+        assert cache.load() is None
+    assert "is of no use" in caplog.text and not path.exists()
+
+
+def test_without_a_folder_nothing_is_kept() -> None:
+    cache = ExecutableCache(None, jax.devices()[:1])
+    cache.store(multiply(2))
+    assert cache.load() is None
