@@ -27,7 +27,7 @@ def size(text: str) -> int:
 
 ENGINE_HELP: dict[str, tuple[Callable[[str], Any], str]] = {
     "dtype": (str, "float32, bfloat16, float16, or auto: the checkpoint's, and float32 on a CPU"),
-    "attention": (str, "xla (runs everywhere, the default), mosaic_gpu (kernels for NVIDIA Hopper GPUs), or auto"),
+    "attention": (str, "mosaic_gpu (kernels for NVIDIA Hopper GPUs), xla (runs everywhere), or auto, the default"),
     "max_num_batched_tokens": (int, "most tokens of one step over all requests"),
     "max_num_seqs": (int, "most requests in one step"),
     "max_model_len": (int, "most tokens of a request, prompt and output together; default 4096, capped by the model"),

@@ -30,8 +30,8 @@ class EngineConfig:
         kv_cache_memory_bytes: bytes of each device for the KV cache, instead of what `gpu_memory_utilization` leaves.
         enable_prefix_caching: share the KV of equal beginnings between requests.
         dtype: of weights, activations and KV cache. "auto" is the checkpoint's own, and float32 on a CPU.
-        attention: "xla", which runs everywhere; "mosaic_gpu", the Pallas kernels for NVIDIA Hopper GPUs; or "auto": the
-            kernels where they run. XLA is the default until the kernels have been measured inside the engine.
+        attention: "mosaic_gpu", the Pallas kernels for NVIDIA Hopper GPUs; "xla", which runs everywhere; or "auto": the
+            kernels where they run.
         enforce_eager: compile each program when it is first needed instead of before the engine is ready: starts
             faster, and pauses later.
         skip_tokenizer_init: take and give token ids only.
@@ -52,7 +52,7 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None
     enable_prefix_caching: bool = True
     dtype: str = "auto"
-    attention: str = "xla"
+    attention: str = "auto"
     enforce_eager: bool = False
     skip_tokenizer_init: bool = False
     seed: int = 0

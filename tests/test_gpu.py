@@ -39,7 +39,8 @@ def test_tiny_model_in_float32_equals_transformers_on_the_cpu(tiny: Callable[...
     path = tiny()
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 320, n).tolist() for n in rng.integers(1, 300, 20)]
-    llm = LLM(str(path), dtype="float32", max_num_seqs=16, max_num_batched_tokens=256, max_model_len=512)
+    options = {"max_num_seqs": 16, "max_num_batched_tokens": 256, "max_model_len": 512, "num_kvcache_blocks": 200}
+    llm = LLM(str(path), dtype="float32", **options)
     assert llm.engine.runner.kv.devices() == {jax.devices("gpu")[0]}
     tokens, gaps = reference_greedy(reference_model(path), prompts, 64, len(llm.tokenizer))
     outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=64, ignore_eos=True), use_tqdm=False)
@@ -61,7 +62,8 @@ def test_compare_passes(
 
 def test_generate_command(qwen3_0_6b: str, capsys: pytest.CaptureFixture[str]) -> None:
     prompts = ["The capital", "Once upon a time", "x y z"]
-    assert generate(["--model", qwen3_0_6b, "--json", "--max-tokens", "20", "--ignore-eos", *prompts]) == 0
+    options = ["--json", "--max-tokens", "20", "--ignore-eos", "--num-kvcache-blocks", "200"]
+    assert generate(["--model", qwen3_0_6b, *options, *prompts]) == 0
     assert json.loads(capsys.readouterr().out)["tokens"] == 60
 
 
@@ -100,6 +102,7 @@ def test_the_kernels_and_xla_say_the_same(tiny: Callable[..., Path]) -> None:
     def run(attention: str) -> list[list[int]]:
         llm = LLM(path, attention=attention, **options)
         assert str(llm.engine.runner.attention) == attention
+        assert llm.stats.compilations_after_ready == 0
         return [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
 
     agree = [

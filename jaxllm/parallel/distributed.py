@@ -36,7 +36,7 @@ def start(
     Call it before anything else touches a device. Under Slurm, Open MPI, Kubernetes and the like, JAX finds out the
     arguments by itself; give all three, or none. On CPUs, processes talk through gloo, which comes with JAX.
 
-    If a process dies, JAX's coordination service ends all others, with a message that names the dead one and exit code
+    If a process dies, JAX's coordination service ends all others, with a message about missing heartbeats and exit code
     134 (SIGABRT); nothing hangs.
 
     Args:
