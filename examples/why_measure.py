@@ -39,7 +39,9 @@ def measure_all(options: dict[str, Any]) -> dict[str, Any]:
     report, spec, shapes = runner.memory_report, runner.spec, runner.shapes
     small = [shapes.mixed[0], shapes.decode[0]]  # a short prompt; one row that decodes
     compile_for = partial(partial, compile_step, spec, runner.weights, runner.layout)
-    wrong = measure(runner.weights.leaves, runner.layout, spec.mesh, small, spec.max_model_len, compile_for)
+    wrong = measure(
+        runner.weights.leaves, runner.layout, spec.placement, spec.state, small, spec.max_model_len, compile_for
+    )
     by_name = {program.name: program.transient for program in wrong}
     naive = max(program.naive or 0 for program in report.programs)
     reserves = {

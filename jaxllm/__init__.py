@@ -14,27 +14,33 @@ from typing import TYPE_CHECKING, Any
 from jaxllm.version import __version__
 
 if TYPE_CHECKING:
+    from jaxllm.async_llm import AsyncLLM
     from jaxllm.config import EngineConfig
     from jaxllm.llm import LLM
     from jaxllm.outputs import CompletionOutput, RequestOutput, StreamDelta
     from jaxllm.sampling_params import SamplingParams
+    from jaxllm.structured.params import StructuredOutputsParams
 
 _HOMES = {
+    "AsyncLLM": "jaxllm.async_llm",
     "LLM": "jaxllm.llm",
     "EngineConfig": "jaxllm.config",
     "SamplingParams": "jaxllm.sampling_params",
     "RequestOutput": "jaxllm.outputs",
     "CompletionOutput": "jaxllm.outputs",
     "StreamDelta": "jaxllm.outputs",
+    "StructuredOutputsParams": "jaxllm.structured.params",
 }
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CompletionOutput",
     "EngineConfig",
     "RequestOutput",
     "SamplingParams",
     "StreamDelta",
+    "StructuredOutputsParams",
     "__version__",
 ]
 

@@ -33,6 +33,7 @@ from jaxllm.outputs import CompletionOutput, RequestOutput, StreamDelta, join_ou
 from jaxllm.parallel import distributed
 from jaxllm.parallel.mesh import TENSOR, make_mesh
 from jaxllm.parallel.placement import AxisNames, Placement
+from jaxllm.sampling.variant import LogitsProcessor, checked_processors
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.text.prompt import apply_chat
 
@@ -55,6 +56,8 @@ class LLM:
         mesh: a mesh of yours to run on; default: one of the first `tensor_parallel_size` devices.
         tensor_axis: axis of `mesh`, or several, that layers are divided among; None for none. The devices along other
             axes hold the same and do the same.
+        logits_processors: rules of yours by name, which requests then ask for: `(logits, inputs) -> logits`, written in
+            jnp, on float32 `[rows, vocab]` and `jaxllm.sampling.inputs.SamplingInputs`, each row by itself. At most 32.
         **options: as `EngineConfig`.
 
     Raises:
@@ -68,6 +71,7 @@ class LLM:
         *,
         mesh: Mesh | None = None,
         tensor_axis: AxisNames = TENSOR,
+        logits_processors: Mapping[str, LogitsProcessor] | None = None,
         **options: Any,
     ):
         config = _engine_config(options)
@@ -76,7 +80,7 @@ class LLM:
         tokenizer = None if config.skip_tokenizer_init else checkpoint.tokenizer()
         platform = placement.mesh.devices.flat[0].platform
         dtype = jnp.dtype(config.dtype_name(checkpoint.config, platform))
-        self._start(config, checkpoint.config, checkpoint, tokenizer, placement, dtype)
+        self._start(config, checkpoint.config, checkpoint, tokenizer, placement, dtype, logits_processors)
 
     @classmethod
     def from_params(
@@ -87,6 +91,7 @@ class LLM:
         *,
         mesh: Mesh | None = None,
         tensor_axis: AxisNames = TENSOR,
+        logits_processors: Mapping[str, LogitsProcessor] | None = None,
         **options: Any,
     ) -> "LLM":
         """An LLM on parameters that live in this program already, such as those being trained.
@@ -102,6 +107,7 @@ class LLM:
             tokenizer: a transformers tokenizer; None to work on token ids alone.
             mesh: as `LLM`.
             tensor_axis: as `LLM`.
+            logits_processors: as `LLM`.
             **options: as `EngineConfig`; `dtype` "auto" is that of the parameters.
 
         Raises:
@@ -112,7 +118,8 @@ class LLM:
         engine_config, placement = _place(_engine_config(options), mesh, tensor_axis)
         dtype = None if engine_config.dtype == "auto" else engine_config.dtype
         weights = adopt_parameters(config, params, placement, dtype)
-        made._start(engine_config, config, weights, tokenizer, placement, weights.leaves[0].dtype)
+        dtype = weights.leaves[0].dtype
+        made._start(engine_config, config, weights, tokenizer, placement, dtype, logits_processors)
         return made
 
     def _start(
@@ -123,6 +130,7 @@ class LLM:
         tokenizer: Any | None,
         placement: Placement,
         dtype: jnp.dtype,
+        logits_processors: Mapping[str, LogitsProcessor] | None,
     ) -> None:
         self.config, self.model_config, self.tokenizer = config, model, tokenizer
         known = np.ones(model.vocab_size, bool) if tokenizer is None else known_tokens(tokenizer, model.vocab_size)
@@ -136,6 +144,7 @@ class LLM:
             dtype=dtype,
             max_model_len=config.model_len(model),
             known_tokens=known,
+            logits_processors=checked_processors(logits_processors),
         )
         self.engine = Engine(Runner(spec, source), tokenizer, frozenset(model.eos_token_ids), config.seed)
         self._calls = 0

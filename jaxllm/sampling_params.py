@@ -20,12 +20,6 @@ MAX_BAD_WORDS = 64
 MAX_BAD_WORD_TOKENS = 8
 """Tokens of each of them."""
 
-NOT_WIRED = frozenset({
-    "presence_penalty", "frequency_penalty", "repetition_penalty", "bad_words",
-    "logit_bias", "allowed_token_ids", "logprobs", "prompt_logprobs", "logits_processors", "structured_outputs",
-})  # fmt: skip
-"""Fields that the engine does not act on yet: anything but their default is refused."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
@@ -112,9 +106,6 @@ class SamplingParams:
             raise TypeError(f"structured_outputs must be StructuredOutputsParams, not {self.structured_outputs!r:.80}")
         self._check_ranges()
         self._check_combinations()
-        for name in sorted(NOT_WIRED):
-            if getattr(self, name) != type(self).__dataclass_fields__[name].default:
-                raise ValueError(f"{name}={getattr(self, name)!r} is not supported yet: leave it out")
 
     def _check_ranges(self) -> None:
         seed, biases = self.seed, [bias for _, bias in self.logit_bias]  # type: ignore[misc]
@@ -191,11 +182,12 @@ class SamplingParams:
         return SamplerVariant(
             draws=not self.greedy,
             filters=filters,
-            edits=self.min_tokens > 0 or bool(self.logit_bias) or bool(self.bad_words),
+            suppress=self.min_tokens > 0,
+            edits=bool(self.logit_bias) or bool(self.bad_words),
             penalties=self.penalized,
             mask=self.allowed_token_ids is not None or self.structured_outputs is not None,
             processors=processors if self.logits_processors else (),
-            logprobs=self.logprobs,
+            logprobs=max((count for count in (self.logprobs, self.prompt_logprobs) if count is not None), default=None),
         )
 
     def each_output(self) -> "list[SamplingParams]":

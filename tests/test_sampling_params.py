@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxllm import SamplingParams, sampling_params
+from jaxllm import SamplingParams
 from jaxllm.sampling.variant import GREEDY, PLAIN, Filters, SamplerVariant
-from jaxllm.sampling_params import NOT_WIRED, UNLIMITED
+from jaxllm.sampling_params import UNLIMITED
 from jaxllm.structured.params import StructuredOutputsParams
 
 OTHER_VALUES: dict[str, Any] = {
@@ -17,18 +17,6 @@ OTHER_VALUES: dict[str, Any] = {
     "prompt_logprobs": 5, "detokenize": False, "skip_special_tokens": False, "logits_processors": ["a"],
     "structured_outputs": StructuredOutputsParams(regex="a"),
 }  # fmt: skip
-
-
-@pytest.fixture
-def wired(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the engine acted on every field."""
-    monkeypatch.setattr(sampling_params, "NOT_WIRED", frozenset())
-
-
-@pytest.mark.parametrize("field", sorted(NOT_WIRED))
-def test_what_the_engine_does_not_act_on_is_refused(field: str) -> None:
-    with pytest.raises(ValueError, match=f"{field}=.* is not supported yet"):
-        SamplingParams(**{field: OTHER_VALUES[field]})
 
 
 @pytest.mark.parametrize(
@@ -65,7 +53,6 @@ def test_wrong_type(field: str, value: Any) -> None:
         SamplingParams(**{field: value})
 
 
-@pytest.mark.usefixtures("wired")
 def test_biases_out_of_range() -> None:
     for biases, allowed in (
         ({1: 100.5}, "in .-100, 100."),
@@ -77,7 +64,6 @@ def test_biases_out_of_range() -> None:
             SamplingParams(logit_bias=biases)
 
 
-@pytest.mark.usefixtures("wired")
 def test_fields_that_exclude_each_other() -> None:
     with pytest.raises(ValueError, match=r"n must be 1 where temperature is 0.*got 2"):
         SamplingParams(temperature=0, n=2)
@@ -101,7 +87,6 @@ def test_values_are_normalised() -> None:
     assert hash(params) == hash(SamplingParams(temperature=0.5, top_k=3, stop=["END"], stop_token_ids=(4,), seed=-1))
 
 
-@pytest.mark.usefixtures("wired")
 def test_every_field_is_kept_hashable_and_can_be_given_again() -> None:
     every = {**OTHER_VALUES, "seed": 1, "stop_token_ids": [2], "logit_bias": {5: -1, 3: 100}}
     every["allowed_token_ids"] = None  # structure does not go with it
@@ -112,7 +97,6 @@ def test_every_field_is_kept_hashable_and_can_be_given_again() -> None:
     assert SamplingParams(max_tokens=None, stop_token_ids=None, stop=None).max_tokens == UNLIMITED  # type: ignore[arg-type]
 
 
-@pytest.mark.usefixtures("wired")
 def test_outputs_of_one_request_have_seeds_in_a_row() -> None:
     params = SamplingParams(n=3, seed=2**63 - 2, top_p=0.5)
     each = params.each_output()
@@ -121,7 +105,6 @@ def test_outputs_of_one_request_have_seeds_in_a_row() -> None:
     assert [one.seed for one in SamplingParams(n=2).each_output()] == [None, None]
 
 
-@pytest.mark.usefixtures("wired")
 @pytest.mark.parametrize(
     ("fields", "variant"),
     [
@@ -132,7 +115,7 @@ def test_outputs_of_one_request_have_seeds_in_a_row() -> None:
         ({"top_k": 5, "top_p": 0.5, "min_p": 0.1}, SamplerVariant(filters=Filters.SMALL_TOP_K)),
         ({"top_p": 0.5, "min_p": 0.1}, SamplerVariant(filters=Filters.TOP_P)),
         ({"top_k": 65}, SamplerVariant(filters=Filters.ALL)),
-        ({"min_tokens": 1}, SamplerVariant(edits=True)),
+        ({"min_tokens": 1}, SamplerVariant(suppress=True)),
         (
             {"logit_bias": {1: 2}, "presence_penalty": 0.1, "temperature": 0},
             SamplerVariant(draws=False, edits=True, penalties=True),

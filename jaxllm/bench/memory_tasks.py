@@ -42,9 +42,7 @@ def transients(shape: str, utilization: float, settings: list[dict[str, Any]]) -
         layout = KVLayout.of(weights.config, config.kvcache_block_size, spec.dtype, 1)
         shapes = largest(spec.shapes)
         compile_for = partial(partial, engine_runner.compile_step, spec, weights, layout)
-        programs = measure(
-            weights.leaves, layout, spec.placement, config.max_rows, shapes, spec.max_model_len, compile_for
-        )
+        programs = measure(weights.leaves, layout, spec.placement, spec.state, shapes, spec.max_model_len, compile_for)
         workload = Workload(config.max_num_batched_tokens, config.max_num_seqs)
         rows.append(
             {
@@ -240,8 +238,8 @@ def survives_load(runner: Runner, blocks: int) -> bool:
                 program = programs[shape]
                 step = worst_step(program.layout, spec.max_model_len)
                 packed = spec.placement.put(step)
-                tokens, kv = program.compiled(runner.weights.leaves, kv, packed)
-        jax.block_until_ready((tokens, kv))
+                results, kv, runner.state = program.compiled(runner.weights.leaves, kv, runner.state, packed)
+        jax.block_until_ready((results, kv))
         return True
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):

@@ -3,11 +3,14 @@
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+from jaxllm.engine.reported import Reported
 from jaxllm.engine.request import Request
+from jaxllm.engine.step import ScheduledRow
 from jaxllm.outputs import CompletionOutput, Logprobs, RequestMetrics, RequestOutput
-from jaxllm.text.detokenizer import Detokenizer
+from jaxllm.text.detokenizer import Detokenizer, token_text
 from jaxllm.text.stop import StopStrings
 
 Cut = Callable[[Request, int, str], None]
@@ -51,6 +54,9 @@ class Answer:
         self._stops = StopStrings(params.stop, params.include_stop_str_in_output)
         has_text = self.tokenizer is not None and params.detokenize
         self._detokenizer = Detokenizer(self.tokenizer, params.skip_special_tokens) if has_text else None
+        self._token_text = partial(token_text, self.tokenizer) if has_text else None
+        self._logprobs: list[Logprobs] | None = None if params.logprobs is None else []
+        self._prompt_logprobs: list[Logprobs | None] | None = None if params.prompt_logprobs is None else [None]
 
     def add(self, before: int, cut: Cut) -> str:
         """Text that the tokens behind the first `before` make final; `cut` ends the request at a stop string."""
@@ -85,6 +91,21 @@ class Answer:
                 return text
         return text + self._stops.flush() if request.is_finished else text
 
+    def add_logprobs(self, reported: Reported, token_ids: list[int]) -> list[Logprobs] | None:
+        """Log probabilities of new tokens; None where the request asks for none."""
+        if self._logprobs is None:
+            return None
+        new = reported.of_output(self.request, token_ids, self._token_text)
+        self._logprobs += new
+        return new
+
+    def add_prompt_logprobs(self, reported: Reported, row: ScheduledRow) -> None:
+        """Take in those of the prompt tokens behind the tokens of `row`."""
+        assert self._prompt_logprobs is not None
+        new = reported.of_prompt(row, self._token_text)
+        self._prompt_logprobs += new
+        self.request.num_prompt_logprobs += len(new)
+
     def break_off(self) -> str:
         """What was held back of the text, once nothing follows."""
         text = "" if self._detokenizer is None else self._stops.feed(self._detokenizer.finish())[0]
@@ -103,6 +124,11 @@ class Answer:
             request.num_preemptions,
         )
         text, tokens = "".join(self._pieces), request.output_token_ids
-        completion = CompletionOutput(0, text, tokens, request.finish_reason, request.stop_reason)
+        logprobs, total = self._logprobs, None
+        if logprobs is not None:
+            total = sum(one[token].logprob for one, token in zip(logprobs, tokens, strict=True))
+        completion = CompletionOutput(0, text, tokens, request.finish_reason, request.stop_reason, logprobs, total)
         ids = list(request.prompt_token_ids)
-        return RequestOutput(request.request_id, self.prompt, ids, [completion], True, metrics, self.error)
+        return RequestOutput(
+            request.request_id, self.prompt, ids, [completion], True, metrics, self.error, self._prompt_logprobs
+        )

@@ -1,28 +1,29 @@
 """Requests in, tokens and text out: the loop over scheduler and runner."""
 
-import random
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import jax
+import numpy as np
 
 from jaxllm.cache.block_pool import BlockPool
 from jaxllm.checkpoint.adopt import check_parameters
 from jaxllm.engine.answer import Answer, Update
 from jaxllm.engine.interrupts import deferred_interrupts
-from jaxllm.engine.prompts import Prompt, prompt_token_ids
+from jaxllm.engine.prompts import Prompt
+from jaxllm.engine.reported import Reported
 from jaxllm.engine.request import Request
+from jaxllm.engine.request_maker import RequestMaker
 from jaxllm.engine.runner import Runner
 from jaxllm.engine.scheduler import Scheduler
-from jaxllm.engine.step import SchedulerStats, Step
+from jaxllm.engine.step import Masks, SchedulerStats, Step
+from jaxllm.engine.step_program import StepResults
 from jaxllm.outputs import RequestOutput
-from jaxllm.sampling_params import MAX_SUPPRESSED_IDS, SamplingParams
-from jaxllm.text.prompt import encode_prompt
+from jaxllm.sampling_params import SamplingParams
 
 Running = Literal["finish", "abort"]
 """What becomes of requests that run while the weights change."""
@@ -62,8 +63,6 @@ class Engine:
             )
         self.runner = runner
         self.tokenizer = tokenizer
-        self.eos_token_ids = eos_token_ids
-        self.seed = seed
         self.scheduler = Scheduler(
             BlockPool(runner.num_blocks),
             max_num_seqs=config.max_num_seqs,
@@ -74,8 +73,8 @@ class Engine:
             iterations=runner.shapes.iterations,
         )
         self._answers: dict[str, Answer] = {}
-        self._under_way: deque[tuple[Step, jax.Array]] = deque()
-        self._made = 0
+        self._under_way: deque[tuple[Step, StepResults]] = deque()
+        self._maker = RequestMaker(spec, tokenizer, eos_token_ids, seed)
         self._lock = threading.RLock()
         self._outbox: deque[Update] = deque()
 
@@ -102,24 +101,7 @@ class Engine:
             ValueError: if the prompt is empty, has ids outside the vocabulary, is too long for `max_model_len` or
                 needs more KV blocks than there are, or if the parameters cannot be met.
         """
-        if not isinstance(params, SamplingParams):
-            raise TypeError(f"sampling_params must be SamplingParams, not {type(params).__name__}")
-        if params.n != 1:
-            raise ValueError(f"n={params.n}: one request has one output; use `prepare_each`, or `LLM`")
-        if params.stop and self.tokenizer is None:
-            raise ValueError(f"stop={list(params.stop)} needs a tokenizer; leave skip_tokenizer_init off")
-        token_ids = self._token_ids(prompt)
-        vocabulary = self.runner.spec.model.vocab_size
-        self._check_ids("stop_token_ids", params.stop_token_ids, vocabulary)
-        seed = params.seed if params.seed is not None else random.Random(f"{self.seed}/{self._made}").getrandbits(63)
-        request = Request(request_id, token_ids, params, self.eos_token_ids, index=self._made, seed=seed)
-        self._made += 1
-        ending = len(request.ending_ids())
-        if params.min_tokens and ending > MAX_SUPPRESSED_IDS:
-            raise ValueError(
-                f"min_tokens={params.min_tokens} with {ending} stop and end-of-sequence ids: at most "
-                f"{MAX_SUPPRESSED_IDS} can be kept back; shorten stop_token_ids"
-            )
+        request = self._maker.make(request_id, prompt, params)
         self.scheduler.check(request)
         return request
 
@@ -155,12 +137,7 @@ class Engine:
             request = self.scheduler.abort(request_id)
             if request is None:
                 return None
-            answer = self._answers.pop(request_id)
-            text = answer.break_off()
-            answer.finished_time = time.perf_counter()
-            output = answer.output()
-            answer.inbox.append(Update(request_id, text, [], output))
-            return output
+            return self._deliver_end(request)
 
     def update_weights(self, params: Any, running: Running = "finish") -> None:
         """New parameters: `check_parameters`, then finish or abort what is under way, swap, forget all KV.
@@ -219,11 +196,18 @@ class Engine:
             try:
                 step = self.scheduler.schedule()
                 if step is not None:
+                    masks, failed = self._masks(step)
+                    if masks is not None:
+                        step = replace(step, masks=masks)
                     self._under_way.append((step, self.runner.dispatch(step)))
+                    for request, error in failed:
+                        self._end_in_error(request, error)
+                        self._deliver_end(request)
                 if len(self._under_way) <= (step is not None):
                     return step is not None
-                oldest, tokens = self._under_way.popleft()
-                sampled = self.runner.collect(oldest, tokens)
+                oldest, results = self._under_way.popleft()
+                sampled = self.runner.collect(oldest, results)
+                reported = Reported(oldest, results)
             except BaseException:
                 self._under_way.clear()
                 self.scheduler.forget_steps()
@@ -231,8 +215,11 @@ class Engine:
                     self.scheduler.forget_kv()
                 raise
             now = time.perf_counter()
+            for row, request in reported.prompts():
+                if self.scheduler.is_live(row):
+                    self._answers[request.request_id].add_prompt_logprobs(reported, row)
             for request, count in self.scheduler.complete(oldest, sampled):
-                self._answers[request.request_id].inbox.append(self._update(request, count, now))
+                self._answers[request.request_id].inbox.append(self._update(request, count, now, reported))
             return True
 
     @contextmanager
@@ -241,35 +228,62 @@ class Engine:
         with self._lock, deferred_interrupts():
             yield
 
-    def _update(self, request: Request, count: int, now: float) -> Update:
+    def _update(self, request: Request, count: int, now: float, reported: Reported) -> Update:
         """Take in the last `count` tokens of a request."""
         answer = self._answers[request.request_id]
         if answer.first_token_time is None:
             answer.first_token_time = now
         before = len(request.token_ids) - count
+        error = _follow(request, request.token_ids[before:])
+        if error is not None:
+            self._end_in_error(request, error)
         text = answer.add(before, self.scheduler.cut)
+        token_ids = request.token_ids[before:]
+        logprobs = answer.add_logprobs(reported, token_ids)
         output = None
         if request.is_finished:
             answer.finished_time = now
             output = self._answers.pop(request.request_id).output()
-        return Update(request.request_id, text, request.token_ids[before:], output)
+        return Update(request.request_id, text, token_ids, output, logprobs)
 
-    def _token_ids(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise TypeError("a text prompt needs a tokenizer; give token ids, or leave skip_tokenizer_init off")
-            if not prompt:
-                raise ValueError("the prompt is empty; give at least one character")
-            token_ids = encode_prompt(self.tokenizer, prompt)
+    def _masks(self, step: Step) -> tuple[Masks | None, list[tuple[Request, str]]]:
+        """Which tokens may come next in the rows that follow a grammar; the requests that cannot go on, and why."""
+        rows = [row.request for row in step.rows if row.num_samples and row.request.matcher is not None]
+        if not rows:
+            return None, []
+        masks = np.zeros((len(rows), -(-self.runner.spec.run_time.vocab_size // 32)), np.uint32)
+        matchers = {i: request.matcher for i, request in enumerate(rows) if request.matcher is not None}
+        errors = self._maker.grammars.fill(masks, matchers)
+        for i in errors:
+            masks[i] = 0xFFFFFFFF  # the step has its row already; nobody reads what comes of it
+        failed = [(rows[i], f"the grammar cannot be followed any further: {error}") for i, error in errors.items()]
+        return Masks([request.seat or 0 for request in rows], masks), failed
+
+    def _end_in_error(self, request: Request, error: str) -> None:
+        self._answers[request.request_id].error = error
+        if request.is_finished:
+            request.finish_reason = "error"
         else:
-            token_ids = prompt_token_ids(prompt)
-        if not token_ids:
-            raise ValueError("the prompt is empty; give at least one token")
-        self._check_ids("prompt", token_ids, self.runner.spec.model.vocab_size)
-        return token_ids
+            self.scheduler.finish(request, "error")
 
-    @staticmethod
-    def _check_ids(name: str, ids: Sequence[int], vocabulary: int) -> None:
-        wrong = [token for token in ids if not 0 <= token < vocabulary]
-        if wrong:
-            raise ValueError(f"{name} has token id {wrong[0]}; the model's ids are 0 to {vocabulary - 1}")
+    def _deliver_end(self, request: Request) -> RequestOutput:
+        """Hand out the end of a request that no token brings."""
+        answer = self._answers.pop(request.request_id)
+        text = answer.break_off()
+        answer.finished_time = time.perf_counter()
+        output = answer.output()
+        answer.inbox.append(Update(request.request_id, text, [], output))
+        return output
+
+
+def _follow(request: Request, token_ids: list[int]) -> str | None:
+    """Take new tokens in the request's grammar, if it has one; what is wrong with them."""
+    if request.matcher is None:
+        return None
+    try:
+        accepted = request.matcher.accept(token_ids)
+    except RuntimeError as error:
+        return str(error)
+    if accepted < len(token_ids):
+        return f"token {token_ids[accepted]} is not allowed by structured_outputs: other fields forbid all that are"
+    return None

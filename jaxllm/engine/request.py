@@ -6,6 +6,7 @@ from enum import Enum
 
 from jaxllm.cache.prefix import ROOT
 from jaxllm.sampling_params import SamplingParams
+from jaxllm.structured.matcher import Matcher
 
 
 class RequestStatus(Enum):
@@ -39,6 +40,12 @@ class Request:
     """Place in the order of arrival."""
     seed: int = 0
     """Signed 64-bit seed of its draws."""
+    bad_words: Sequence[Sequence[int]] = ()
+    """Token sequences of `params.bad_words`."""
+    processors: int = 0
+    """Bit i set: `params.logits_processors` names the engine's logits processor i."""
+    matcher: Matcher | None = None
+    """Where it stands in its grammar, if it has one."""
 
     token_ids: list[int] = field(init=False, repr=False)
     num_prompt_tokens: int = field(init=False)
@@ -60,6 +67,8 @@ class Request:
     """Prompt tokens whose KV was found in the prefix cache at the first admission; None before it."""
     num_registered_blocks: int = field(init=False, default=0)
     """Leading blocks of the table whose content the prefix cache knows."""
+    num_prompt_logprobs: int = field(init=False, default=0)
+    """Leading positions of the prompt whose next token's log probability is known."""
     content_id: int = field(init=False, default=ROOT)
     """The prefix cache's content id of the last of them."""
 
@@ -105,6 +114,10 @@ class Request:
                 self.stop_reason = token
                 return "stop"
         return "length" if num_tokens >= self.max_tokens else None
+
+    def wants_prompt_logprobs(self, start: int) -> bool:
+        """Whether the log probability of the token behind position `start` is asked for."""
+        return self.params.prompt_logprobs is not None and start + 1 < self.num_prompt_tokens
 
     def ending_ids(self) -> frozenset[int]:
         """Tokens that end the request."""

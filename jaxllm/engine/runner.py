@@ -4,7 +4,8 @@ import hashlib
 import logging
 import os
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -19,11 +20,12 @@ from jaxllm.checkpoint.load import load_parameters
 from jaxllm.config import EngineConfig
 from jaxllm.engine.attention import Attention, choose_attention
 from jaxllm.engine.compilation_cache import executables_folder
+from jaxllm.engine.device_state import DeviceState, StateUpdates, abstract_state, allocate_state, placed
 from jaxllm.engine.executables import ExecutableCache
 from jaxllm.engine.programs import Programs
 from jaxllm.engine.seats import Seats
 from jaxllm.engine.step import Step
-from jaxllm.engine.step_program import step_function
+from jaxllm.engine.step_program import StepResults, step_function
 from jaxllm.engine.step_shape import PackedLayout, StepShape, StepShapes
 from jaxllm.engine.warm_up import largest, measure
 from jaxllm.memory.report import MemoryReport
@@ -35,12 +37,13 @@ from jaxllm.models.params import parameter_specs, runtime_config
 from jaxllm.models.weights import Weights
 from jaxllm.parallel import distributed
 from jaxllm.parallel.placement import Placement
-from jaxllm.sampling.variant import PLAIN, Filters, SamplerVariant
+from jaxllm.sampling.sampler import SamplingMode
+from jaxllm.sampling.variant import PLAIN, Filters, LogitsProcessor, SamplerVariant, everything
 
 logger = logging.getLogger(__name__)
 
-SAMPLERS = (PLAIN, SamplerVariant(filters=Filters.ALL, edits=True))
-"""Variants of the sampler that are compiled on a GPU: for greedy and plain draws, and for everything."""
+SAMPLERS = ((PLAIN, 2), (SamplerVariant(filters=Filters.ALL, suppress=True), 8), (everything(), 8))
+"""Variants of the sampler on a GPU, for plain draws, filters and everything, and how many sizes there are of each."""
 
 _STEPS_IN_FLIGHT = 4
 """Step buffers that can be on the device at once: the running step's, the next one's, and their results."""
@@ -56,6 +59,12 @@ class RunnerSpec:
     dtype: jnp.dtype
     max_model_len: int
     known_tokens: np.ndarray
+    logits_processors: Mapping[str, LogitsProcessor] = field(default_factory=dict)
+
+    @property
+    def processors(self) -> tuple[LogitsProcessor, ...]:
+        """The logits processors in their order."""
+        return tuple(self.logits_processors.values())
 
     @cached_property
     def run_time(self) -> ModelConfig:
@@ -76,14 +85,23 @@ class RunnerSpec:
     @cached_property
     def shapes(self) -> StepShapes:
         """Of the programs."""
-        config = self.config
+        config, options = self.config, shape_options(self.platform)
+        if config.enforce_eager and "samplers" not in options:  # what nobody asks for is not compiled
+            options["samplers"] = ((SamplingMode.FILTERED, 4), (SamplingMode.EVERYTHING, 4))
+        elif self.processors and "samplers" in options:
+            options["samplers"] = (*options["samplers"][:-1], (everything(self.processors), 8))
         return StepShapes(
             config.max_num_batched_tokens,
             config.max_rows,
             self.max_model_len,
             config.kvcache_block_size,
-            **shape_options(self.platform),
+            **options,
         )
+
+    @cached_property
+    def state(self) -> DeviceState:
+        """Shapes of the state on the device."""
+        return abstract_state(self.config.max_rows, self.max_model_len, self.run_time.vocab_size)
 
     @cached_property
     def executables(self) -> ExecutableCache:
@@ -105,7 +123,7 @@ class Runner:
     """Start-up in its only order: load, warm up and measure, size, compile, verify, allocate, rehearse."""
 
     kv: jax.Array
-    last_tokens: jax.Array
+    state: DeviceState
 
     def __init__(self, spec: RunnerSpec, source: Checkpoint | Weights):
         """Args: what to build; a checkpoint to load, or weights that lie on the devices already."""
@@ -116,9 +134,8 @@ class Runner:
         devices = spec.placement.local_devices
         self.layout = spec.layout
         self.attention = spec.attention  # refuses, if it must, before anything is loaded
-        self.num_seats = config.max_rows
         self.shapes = spec.shapes
-        self.seats = Seats(self.num_seats, self.shapes.decode[0].blocks_per_row, self.shapes.samplers)
+        self.seats = Seats(config.max_rows, self.shapes.blocks_per_row, self.shapes.samplers)
         self._demand = demand = CacheDemand(
             config=config,
             model=spec.model,
@@ -132,6 +149,8 @@ class Runner:
         else:
             check_weights(devices, demand)
             self.weights = load(spec, source)
+        self.state = allocate_state(spec.state, spec.placement)  # counted with the weights
+        self.updates = StateUpdates(spec.state, spec.placement)
         self.memory_report = self._size(demand, devices)
         self.programs = self._compile(demand)
         self._allocate()
@@ -156,7 +175,7 @@ class Runner:
             self.weights.leaves,
             self.layout,
             spec.placement,
-            self.num_seats,
+            spec.state,
             largest(self.shapes),
             spec.max_model_len,
             compile_for,
@@ -188,50 +207,62 @@ class Runner:
             return
         for program in self.programs:
             packed = self.spec.placement.put(program.layout.empty()[0])
-            _, self.kv, self.last_tokens = program.compiled(self.weights.leaves, self.kv, self.last_tokens, packed)
+            _, self.kv, self.state = program.compiled(self.weights.leaves, self.kv, self.state, packed)
+        self.state = self.updates.rehearse(self.state)
         jax.block_until_ready(self.kv)
 
-    def dispatch(self, step: Step) -> jax.Array:
+    def dispatch(self, step: Step) -> StepResults:
         """Send one step to the devices, behind those already sent, without waiting for any.
 
         Returns:
-            int32 `[iterations, rows]`: what each row sampled in each iteration, for `collect`.
+            What comes of it, on its way to the host, for `collect`.
         """
-        self.seats.update(step.rows)
-        program = self.programs[self.shapes.fitting(step, self.seats.level(step.rows))]
+        seats = self.seats
+        seats.update(step.rows)
+        if seats.newcomers:
+            newcomers = [request for request in seats.newcomers if request.seat is not None]
+            self.state = self.updates.admit(self.state, newcomers)
+            seats.newcomers.clear()
+        if step.masks is not None:
+            self.state = self.updates.set_masks(self.state, *step.masks)
+        program = self.programs[self.shapes.fitting(step, seats.level(step.rows), seats.wants_prompt_logprobs)]
         packed = self.spec.placement.put(program.layout.pack(step, self.seats))
-        tokens, self.kv, self.last_tokens = program.compiled(self.weights.leaves, self.kv, self.last_tokens, packed)
-        tokens.copy_to_host_async()
-        return tokens
+        results, self.kv, self.state = program.compiled(self.weights.leaves, self.kv, self.state, packed)
+        results = results._replace(
+            logprobs=results.logprobs if seats.wants_logprobs else None,
+            prompt=results.prompt if seats.wants_prompt_logprobs else None,
+        )
+        for array in jax.tree.leaves(results):
+            array.copy_to_host_async()
+        return results
 
-    def collect(self, step: Step, tokens: jax.Array) -> list[list[int]]:
+    def collect(self, step: Step, results: StepResults) -> list[list[int]]:
         """Wait for a step; the tokens of each of its rows, one from each iteration."""
-        sampled: list[list[int]] = np.asarray(tokens)[:, : len(step.rows)].T.tolist()
+        sampled: list[list[int]] = np.asarray(results.tokens)[:, : len(step.rows)].T.tolist()
         return sampled
 
     def restore_cache(self) -> bool:
         """After a step that failed: a new KV array if the step took the old one with it; whether that was so."""
         try:
-            jax.block_until_ready((self.kv, self.last_tokens))
+            jax.block_until_ready((self.kv, self.state))
         except RuntimeError:  # deleted by donation, or the result of what failed
             self._allocate()
+            self.state = allocate_state(self.spec.state, self.spec.placement)
             return True
         return False
 
     def _allocate(self) -> None:
         self.kv = self.layout.allocate(self.num_blocks, self.spec.placement)
-        self.last_tokens = self.spec.placement.put(np.zeros(self.num_seats, np.int32))
 
     def update_weights(self, params: Any) -> None:
         """New parameters in place of the present ones; see `replace_parameters`. Nothing is compiled."""
-        jax.block_until_ready((self.kv, self.last_tokens))  # nobody reads the old ones any more
+        jax.block_until_ready((self.kv, self.state))  # nobody reads the old ones any more
         self.weights = replace_parameters(self.weights, self.spec.model, params, self.spec.placement)
 
     def sleep(self) -> None:
         """Give the memory of the KV cache back, with its content; programs and weights stay."""
-        jax.block_until_ready((self.kv, self.last_tokens))
+        jax.block_until_ready((self.kv, self.state))
         self.kv.delete()
-        self.last_tokens.delete()
         self.asleep = True
 
     def wake(self) -> None:
@@ -260,12 +291,8 @@ def shape_options(platform: str) -> dict[str, Any]:
     programs are few, because they take ten seconds each to compile.
     """
     if platform == "cpu":
-        return {"growth": 4}
-    return {
-        "growth": 2,
-        "iterations": lambda rows: 8 if rows <= 32 else 4 if rows <= 128 else 2,
-        "samplers": SAMPLERS,
-    }
+        return {}
+    return {"iterations": lambda rows: 8 if rows <= 64 else 2, "samplers": SAMPLERS}
 
 
 def load(spec: RunnerSpec, checkpoint: Checkpoint) -> Weights:
@@ -290,21 +317,29 @@ def compile_step(
     options = _compiler_options(spec)
     leaves = [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in weights.leaves]
     facts = (layout, num_blocks, shape, sorted(options.items()), leaves)
-    kept = spec.executables.load(*facts)
-    if kept is not None:
+    executables = None if spec.processors else spec.executables  # a user's functions can change without their names
+    if executables is not None and (kept := executables.load(*facts)) is not None:
         return kept
     step = step_function(
-        weights, layout, shape, attention=spec.attention, placement=spec.placement, known_tokens=spec.known_tokens
+        weights,
+        layout,
+        shape,
+        attention=spec.attention,
+        placement=spec.placement,
+        known_tokens=spec.known_tokens,
+        vocab=spec.model.vocab_size,
+        processors=spec.processors,
     )
     everywhere = spec.placement.replicated
     packed = jax.ShapeDtypeStruct((PackedLayout(shape).size,), jnp.int32, sharding=everywhere)
-    last_tokens = jax.ShapeDtypeStruct((spec.config.max_rows,), jnp.int32, sharding=everywhere)
+    state = placed(spec.state, spec.placement)
     out = (everywhere, layout.sharding(spec.placement), everywhere)
     jitted = jax.jit(step, donate_argnums=(1, 2), out_shardings=out)
     with spec.placement.own_mesh():
-        lowered = jitted.lower(weights.leaves, layout.abstract(num_blocks, spec.placement), last_tokens, packed)
+        lowered = jitted.lower(weights.leaves, layout.abstract(num_blocks, spec.placement), state, packed)
     compiled = lowered.compile(compiler_options=options)
-    spec.executables.store(compiled, *facts)
+    if executables is not None:
+        executables.store(compiled, *facts)
     return compiled
 
 
@@ -312,9 +347,9 @@ def _compiler_options(spec: RunnerSpec) -> dict[str, Any]:
     """XLA options of a step."""
     if spec.platform != "gpu":
         return {}
-    # The memory that XLA plans with, in percent. It takes every update of the cache for a copy, finds several times
-    # the device's memory in use, and tries for minutes to compute values twice in order to save some.
-    options: dict[str, Any] = {"xla_gpu_memory_limit_slop_factor": 10_000}
+    # Rematerialization takes every update of the cache for a copy, finds several times the device's memory in use, and
+    # spends its time on computing values twice in order to save some.
+    options: dict[str, Any] = {"xla_disable_hlo_passes": "rematerialization"}
     if spec.config.enforce_eager:
         # Programs are compiled when the cache has taken the memory in which XLA would compare implementations.
         options["xla_gpu_autotune_level"] = 0

@@ -142,12 +142,13 @@ class Scheduler:
         as scheduled and pending. Complete them in the same order. The block tables that the step needs are those of
         its requests now; read them before the next call.
         """
-        # A request whose last token is on its way has nothing to compute: that token is never fed back.
+        # A request whose last token is on its way has nothing to compute: that token is never fed back. One that
+        # follows a grammar has to wait for each token: it says which may come next.
         ready = [
             request
             for request in self._running.values()
-            if len(request.token_ids) + request.num_pending_tokens < request.max_tokens
-            or not request.num_pending_tokens
+            if not request.num_pending_tokens
+            or (len(request.token_ids) + request.num_pending_tokens < request.max_tokens and request.matcher is None)
         ]
         step = self._loop(ready) or self._mixed(ready)
         if step is not None:
@@ -158,7 +159,7 @@ class Scheduler:
     def _loop(self, ready: list[Request]) -> Step | None:
         """Several decode steps at once, where nobody waits for the end of one and there are blocks for all of them."""
         iterations = self._iterations(len(ready)) if ready else 1
-        if iterations == 1 or self._can_admit():
+        if iterations == 1 or self._can_admit() or any(request.matcher is not None for request in ready):
             return None
         size, needed, counts = self.block_size, 0, []
         for request in ready:
@@ -264,6 +265,11 @@ class Scheduler:
             received.append((request, len(request.token_ids) - before))
         return received
 
+    @staticmethod
+    def is_live(row: ScheduledRow) -> bool:
+        """Whether the results of a scheduled row still count: its request runs, and has kept its blocks since."""
+        return row.request.status is RequestStatus.RUNNING and row.request.num_preemptions == row.epoch
+
     def cut(self, request: Request, num_tokens: int, stop_reason: str) -> None:
         """Ends `request` by a stop string after its first `num_tokens` tokens, and drops those behind them.
 
@@ -359,7 +365,10 @@ class Scheduler:
         hits: list[int] = []
         content_id = ROOT
         if self._prefix is not None:
-            hits, content_id = self._prefix.match(request.token_ids, (request.num_tokens - 1) // self.block_size)
+            most = request.num_tokens - 1
+            if request.wants_prompt_logprobs(request.num_prompt_logprobs):
+                most = request.num_prompt_logprobs  # from there on the hidden states are needed
+            hits, content_id = self._prefix.match(request.token_ids, most // self.block_size)
         needed = self._blocks_for(request.num_tokens) - len(hits)
         unreferenced_hits = sum(not self.pool.ref_count(block) for block in hits)  # free until they are shared
         if needed + unreferenced_hits > self.pool.num_free:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Int32
 
+from jaxllm.engine.device_state import extras_of
 from jaxllm.engine.request import Request
 from jaxllm.engine.step import ScheduledRow
 from jaxllm.sampling.sampler import SamplingMode
@@ -21,6 +22,11 @@ _LARGEST_FLOAT = float(np.finfo(np.float32).max)
 _LARGEST = int(np.iinfo(np.int32).max)
 
 
+_OUTPUT, _PROMPT = 1, 2
+
+Samplers = Sequence[SamplerVariant | SamplingMode]
+
+
 class Seats:
     """Rows of running requests by seat, brought up to date by what is new in a step.
 
@@ -28,13 +34,23 @@ class Seats:
         block_tables: int32 `[seats, blocks_per_row]`.
         params: int32 `[seats, ROW_PARAMS]`.
         modes: int32 `[seats]`, the `SamplingMode` that each needs.
+        extras: int32 `[seats]`, what lies in the state on the device (`device_state.extras_of`).
+        wants_logprobs: whether a row of the last update asks for log probabilities of its output.
+        wants_prompt_logprobs: whether one does so for prompt tokens that it computes.
+        newcomers: requests that have come to their seats since `admitted`, of those with extras.
         levels: int32 `[seats]`, the first of the sampler's variants that serves it.
     """
 
-    def __init__(self, num_seats: int, blocks_per_row: int, samplers: Sequence[SamplerVariant] | tuple[None] = (None,)):
+    def __init__(self, num_seats: int, blocks_per_row: int, samplers: Samplers = (SamplingMode.EVERYTHING,)):
         """State for `num_seats` requests of `blocks_per_row` blocks; `samplers` as in `StepShapes`."""
         self._samplers = samplers
+        last = samplers[-1]
+        self._processors = last.processors if isinstance(last, SamplerVariant) else ()
         self.levels = np.zeros(num_seats, np.int32)
+        self.extras = np.zeros(num_seats, np.int32)
+        self._asks = np.zeros(num_seats, np.int32)  # for which log probabilities: bits
+        self.wants_logprobs = self.wants_prompt_logprobs = False
+        self.newcomers: list[Request] = []
         self.block_tables = np.zeros((num_seats, blocks_per_row), np.int32)
         self.params = np.zeros((num_seats, ROW_PARAMS), np.int32)
         self.modes = np.zeros(num_seats, np.int32)
@@ -56,21 +72,38 @@ class Seats:
                 self.params[seat] = row_params(request)
                 self.modes[seat] = sampling_mode(request.params)
                 self.levels[seat] = self._level(request.params)
+                self.extras[seat] = extras_of(request)
+                self._asks[seat] = _OUTPUT * (request.params.logprobs is not None) | _PROMPT * (
+                    request.params.prompt_logprobs is not None
+                )
+                if self.extras[seat]:
+                    self.newcomers.append(request)
                 known = 0
             else:
                 known = self._lengths[seat]
             if len(table) > known:
                 self.block_tables[seat, known : len(table)] = table[known:]
                 self._lengths[seat] = len(table)
-        return np.array(seats, np.int32)
+        found = np.array(seats, np.int32)
+        asks = int(np.bitwise_or.reduce(self._asks[found], initial=0))
+        self.wants_logprobs = bool(asks & _OUTPUT)
+        self.wants_prompt_logprobs = bool(asks & _PROMPT) and any(
+            row.request.wants_prompt_logprobs(row.start) for row in rows
+        )
+        return found
 
     def level(self, rows: Sequence[ScheduledRow]) -> int:
         """The first of the sampler's variants that serves all `rows`; call `update` before."""
         return max(int(self.levels[row.request.seat]) for row in rows) if len(self._samplers) > 1 else 0
 
     def _level(self, params: SamplingParams) -> int:
-        needed = params.variant()
-        return next(i for i, sampler in enumerate(self._samplers) if sampler is None or sampler.covers(needed))
+        needed = params.variant(self._processors)
+        mode = sampling_mode(params)
+        return next(
+            i
+            for i, sampler in enumerate(self._samplers)
+            if (sampler.covers(needed) if isinstance(sampler, SamplerVariant) else sampler >= mode)
+        )
 
 
 def row_params(request: Request) -> Int32[np.ndarray, "columns"]:
@@ -88,6 +121,9 @@ def row_params(request: Request) -> Int32[np.ndarray, "columns"]:
 
 def sampling_mode(params: SamplingParams) -> SamplingMode:
     """The work that a draw with these parameters takes."""
+    needed = params.variant()
+    if needed.edits or needed.penalties or needed.mask or needed.logprobs is not None or params.logits_processors:
+        return SamplingMode.EVERYTHING
     if params.greedy:
         return SamplingMode.GREEDY
     return SamplingMode.FILTERED if params.filtered else SamplingMode.TEMPERATURE

@@ -1,7 +1,11 @@
 """What the scheduler hands to the runner, and what it counts."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import UInt32
 
 from jaxllm.engine.request import Request
 
@@ -22,6 +26,13 @@ class ScheduledRow(NamedTuple):
     """`Request.num_preemptions` when it was scheduled: results count only if it has not changed."""
 
 
+class Masks(NamedTuple):
+    """Which tokens may come next in the rows that follow a grammar, by seat: one bit a token."""
+
+    seats: Sequence[int]
+    masks: UInt32[np.ndarray, "rows words"]
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """The rows of one step: those with a single token first, each group in order of arrival.
@@ -31,12 +42,14 @@ class Step:
         num_tokens: tokens of the first iteration.
         decode_only: every row has one token in an iteration.
         iterations: decode steps that run one after the other on the device.
+        masks: of rows that follow a grammar; the engine adds them to what the scheduler made.
     """
 
     rows: tuple[ScheduledRow, ...]
     num_tokens: int
     decode_only: bool
     iterations: int = 1
+    masks: Masks | None = None
 
 
 @dataclass(slots=True)

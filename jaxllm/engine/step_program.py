@@ -1,6 +1,7 @@
 """What one step computes: the model over its tokens and one sampled token per row, or several decode steps in turn."""
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,19 +13,33 @@ from jaxtyping import Array, Int, Int32
 from jaxllm.cache.kv_array import KVLayout
 from jaxllm.engine import small_batch
 from jaxllm.engine.attention import Attention, KVArray, paged_attend
+from jaxllm.engine.choose import Chosen, choose, keeps_history, no_logprobs, reports_logprobs
+from jaxllm.engine.device_state import DeviceState
 from jaxllm.engine.step_shape import PackedLayout, StepFields, StepShape
 from jaxllm.layers.paged_attention import PagedBatch
 from jaxllm.models.decoder import Decoder
 from jaxllm.models.weights import Weights
 from jaxllm.parallel.placement import Placement
-from jaxllm.sampling.sampler import sample
+from jaxllm.sampling.logprobs import TokenLogprobs, prompt_logprobs
+from jaxllm.sampling.variant import MAX_LOGPROBS, LogitsProcessor
 
-LastTokens = Int[Array, "seats"]
-"""State on the device: the last sampled token of each running request, by seat."""
+
+class StepResults(NamedTuple):
+    """What a step sends to the host.
+
+    Attributes:
+        tokens: what each row sampled in each iteration.
+        logprobs: theirs, `[iterations, rows]`; None where the program reports none.
+        prompt: of the token behind each token of the step; zeros unless the step asks for them.
+    """
+
+    tokens: Int[Array, "iterations rows"]
+    logprobs: TokenLogprobs | None
+    prompt: TokenLogprobs | None
+
 
 StepFunction = Callable[
-    [Sequence[jax.Array], KVArray, LastTokens, Int32[Array, "size"]],
-    tuple[Int[Array, "iterations rows"], KVArray, LastTokens],
+    [Sequence[jax.Array], KVArray, DeviceState, Int32[Array, "size"]], tuple[StepResults, KVArray, DeviceState]
 ]
 
 
@@ -36,8 +51,10 @@ def step_function(
     attention: Attention,
     placement: Placement,
     known_tokens: np.ndarray,
+    vocab: int,
+    processors: tuple[LogitsProcessor, ...] = (),
 ) -> StepFunction:
-    """The function of a program: (weight leaves, kv, last tokens, packed step) -> (tokens, kv, last tokens).
+    """The function of a program: (weight leaves, kv, state, packed step) -> (results, kv, state).
 
     Args:
         weights: structure of the model; its arrays are not used.
@@ -47,9 +64,12 @@ def step_function(
         placement: attention runs under `shard_map` over its tensor axes, each device on its own KV heads; logits stay
             divided by the vocabulary, and the sampler exchanges a few numbers a row.
         known_tokens: bool `[vocab]`, which ids the tokenizer knows.
+        vocab: size of the model's vocabulary, without the mesh's padding.
+        processors: the engine's logits processors.
     """
     packing = PackedLayout(shape)
     graphdef, treedef, heads = weights.graphdef, weights.treedef, weights.config.num_attention_heads
+    reports, remembers = reports_logprobs(shape.sampler), keeps_history(shape.sampler)
     fused = shape.decode and small_batch.fits(attention, weights.config, layout, shape.rows)
 
     def forward(
@@ -60,67 +80,114 @@ def step_function(
         batch: PagedBatch,
         fields: StepFields,
         iteration: int | Int[Array, ""],
-    ) -> tuple[Int[Array, "rows"], KVArray]:
+        state: DeviceState,
+    ) -> tuple[Chosen, TokenLogprobs | None, KVArray]:
         model: Decoder = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
         attend = paged_attend(attention, batch, decode=shape.decode, heads=heads, layout=layout, placement=placement)
         if fused:
             hidden, kv = small_batch.paged(model, tokens, positions, batch, kv, layout)
         else:
             hidden, kv = model.paged(tokens, positions, attend, kv)
+
+        def project(hidden: Array) -> Array:
+            return lax.with_sharding_constraint(model.logits(hidden), placement.logits)
+
         last = jnp.maximum(batch.cu_q_lens[1:] - 1, 0)
         suppressed = jnp.where((iteration < fields.suppress)[:, None], fields.sampling.suppressed, _NO_TOKEN)
         inputs = fields.sampling._replace(position=batch.context_lens, suppressed=suppressed)
-        logits = lax.with_sharding_constraint(model.logits(hidden[last]), placement.logits)
-        return sample(logits, inputs, known_tokens, shape.sampler), kv
+        chosen = choose(
+            project(hidden[last]),
+            inputs,
+            fields.extras,
+            fields.seat,
+            state,
+            known_tokens=known_tokens,
+            vocab=vocab,
+            sampler=shape.sampler,
+            processors=processors,
+        )
+        prompt = None
+        if reports and not shape.decode:
+            prompt = lax.cond(
+                fields.prompt_logprobs > 0,
+                lambda: prompt_logprobs(hidden, project, _targets(tokens, fields), MAX_LOGPROBS, vocab),
+                lambda: no_logprobs(shape.tokens),
+            )
+        return chosen, prompt, kv
+
+    def sampled_history(history: Array, seats: Array, position: Array, tokens: Array) -> Array:
+        """The history with the tokens that rows at `seats` sampled for `position`."""
+        return history.at[seats, position].set(tokens, mode="drop") if remembers else history
 
     def mixed(
-        leaves: Sequence[jax.Array], kv: KVArray, last_tokens: LastTokens, fields: StepFields
-    ) -> tuple[Array, KVArray, LastTokens]:
+        leaves: Sequence[jax.Array], kv: KVArray, state: DeviceState, fields: StepFields
+    ) -> tuple[StepResults, KVArray, DeviceState]:
         # The last token of a row may have been sampled by a step whose results the host has not seen.
         where = jnp.where(fields.on_device > 0, fields.cu_q_lens[1:] - 1, shape.tokens)
-        tokens = fields.tokens.at[where].set(last_tokens.at[fields.seat].get(mode="clip"), mode="drop")
+        tokens = fields.tokens.at[where].set(state.last_tokens.at[fields.seat].get(mode="clip"), mode="drop")
         positions, batch = ragged_batch(fields, kv.shape[2], layout.block_size)
-        sampled, kv = forward(leaves, kv, tokens, positions, batch, fields, 0)
-        seats = jnp.where(fields.samples > 0, fields.seat, last_tokens.shape[0])
-        return sampled[None], kv, last_tokens.at[seats].set(sampled, mode="drop")
+        chosen, prompt, kv = forward(leaves, kv, tokens, positions, batch, fields, 0, state)
+        seats = jnp.where(fields.samples > 0, fields.seat, state.last_tokens.shape[0])
+        state = state._replace(
+            last_tokens=state.last_tokens.at[seats].set(chosen.tokens, mode="drop"),
+            history=sampled_history(state.history, seats, fields.context_len, chosen.tokens),
+        )
+        sampled, logprobs = jax.tree.map(lambda x: x[None], tuple(chosen))
+        return StepResults(sampled, logprobs, prompt), kv, state
 
     def decode(
-        leaves: Sequence[jax.Array], kv: KVArray, last_tokens: LastTokens, fields: StepFields
-    ) -> tuple[Array, KVArray, LastTokens]:
-        rows = jnp.arange(shape.rows)
-        first = jnp.where(fields.on_device > 0, last_tokens.at[fields.seat].get(mode="clip"), fields.tokens)
-        Carry = tuple[KVArray, Array, Array, Array]
+        leaves: Sequence[jax.Array], kv: KVArray, state: DeviceState, fields: StepFields
+    ) -> tuple[StepResults, KVArray, DeviceState]:
+        rows, no_seat = jnp.arange(shape.rows), state.last_tokens.shape[0]
+        first = jnp.where(fields.on_device > 0, state.last_tokens.at[fields.seat].get(mode="clip"), fields.tokens)
+        Carry = tuple[KVArray, Array, Array, Array, Chosen]
 
         def iterate(i: Int[Array, ""] | int, carry: Carry) -> Carry:
-            kv, tokens, ended, sampled = carry
+            kv, tokens, ended, history, results = carry
             active = (i < fields.samples) & ~ended
             context_lens = jnp.where(active, fields.context_len + i, 0)
             positions = jnp.maximum(context_lens - 1, 0)
             slots = _slots(fields.block_tables, rows, positions, active, kv.shape[2], layout.block_size)
             batch = PagedBatch(slots, fields.block_tables, context_lens, jnp.arange(shape.rows + 1, dtype=jnp.int32))
-            chosen, kv = forward(leaves, kv, tokens, positions, batch, fields, i)
-            tokens = jnp.where(active, chosen, tokens)
+            now = state._replace(history=history)
+            chosen, _, kv = forward(leaves, kv, tokens, positions, batch, fields, i, now)
+            tokens = jnp.where(active, chosen.tokens, tokens)
+            history = sampled_history(history, jnp.where(active, fields.seat, no_seat), context_lens, tokens)
             # What ends a request on the host ends its work here; nobody reads the tokens behind it.
             ends = jnp.any(tokens[:, None] == fields.sampling.suppressed, axis=1) & (i >= fields.suppress)
-            return kv, tokens, ended | ends, sampled.at[i].set(tokens)
+            results = jax.tree.map(lambda all, new: all.at[i].set(new), results, chosen._replace(tokens=tokens))
+            return kv, tokens, ended | ends, history, results
 
         # That token can have been the request's last, which the host did not know either.
         ended = (fields.on_device > 0) & jnp.any(first[:, None] == fields.sampling.suppressed, axis=1)
-        carry: Carry = (kv, first, ended, jnp.zeros((shape.iterations, shape.rows), jnp.int32))
+        empty = jnp.zeros((shape.iterations, shape.rows), jnp.int32)
+        results = Chosen(empty, no_logprobs(shape.iterations, shape.rows) if reports else None)
+        carry: Carry = (kv, first, ended, state.history, results)
         carry = iterate(0, carry) if shape.iterations == 1 else lax.fori_loop(0, shape.iterations, iterate, carry)
-        kv, tokens, _, sampled = carry
-        seats = jnp.where(fields.samples > 0, fields.seat, last_tokens.shape[0])
-        return sampled, kv, last_tokens.at[seats].set(tokens, mode="drop")
+        kv, tokens, _, history, results = carry
+        seats = jnp.where(fields.samples > 0, fields.seat, no_seat)
+        last_tokens = state.last_tokens.at[seats].set(tokens, mode="drop")
+        return (
+            StepResults(results.tokens, results.logprobs, None),
+            kv,
+            state._replace(last_tokens=last_tokens, history=history),
+        )
 
     def step(
-        leaves: Sequence[jax.Array], kv: KVArray, last_tokens: LastTokens, packed: Int32[Array, "size"]
-    ) -> tuple[Array, KVArray, LastTokens]:
-        return (decode if shape.decode else mixed)(leaves, kv, last_tokens, packing.unpack(packed))
+        leaves: Sequence[jax.Array], kv: KVArray, state: DeviceState, packed: Int32[Array, "size"]
+    ) -> tuple[StepResults, KVArray, DeviceState]:
+        return (decode if shape.decode else mixed)(leaves, kv, state, packing.unpack(packed))
 
     return step
 
 
 _NO_TOKEN = jnp.iinfo(jnp.int32).max
+
+
+def _targets(tokens: Int[Array, "tokens"], fields: StepFields) -> Int[Array, "tokens"]:
+    """The token behind each one of a prompt: the next of the step, or what the host says where the step ends."""
+    last = jnp.where(fields.context_len > 0, fields.cu_q_lens[1:] - 1, tokens.shape[0])
+    return jnp.roll(tokens, -1).at[last].set(fields.next_token, mode="drop")
 
 
 def ragged_batch(fields: StepFields, num_blocks: int, block_size: int) -> tuple[Int[Array, "tokens"], PagedBatch]:

@@ -1,7 +1,7 @@
 """Shapes of compiled steps, and the one int32 buffer in which a step travels to the device."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import NamedTuple
@@ -21,7 +21,7 @@ from jaxllm.sampling_params import MAX_SUPPRESSED_IDS
 _ALIGNMENT = 64
 """Fields begin at multiples of 256 bytes: XLA hands a field to a kernel where it lies, and kernels refuse others."""
 
-_ROW_FIELDS = ("context_len", "seat", "on_device", "samples", "suppress")
+_ROW_FIELDS = ("context_len", "seat", "on_device", "samples", "suppress", "extras", "next_token")
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class StepShape:
         decode: every row has one token; else rows may have chunks of any length.
         blocks_per_row: columns of the block tables.
         iterations: decode steps that one call runs.
-        sampler: what the sampler has; None: all of it, chosen on the device by the step's `SamplingMode`.
+        sampler: what the sampler has; or a mode, where the device chooses among those up to it, step by step.
     """
 
     tokens: int
@@ -42,27 +42,29 @@ class StepShape:
     decode: bool
     blocks_per_row: int
     iterations: int = 1
-    sampler: SamplerVariant | None = None
+    sampler: SamplerVariant | SamplingMode = SamplingMode.EVERYTHING
 
     @property
     def name(self) -> str:
         """`decode[rows]`, `decode[rows]x iterations` or `mixed[tokens]`; with the sampler where it is not plain."""
         loop = f"x{self.iterations}" if self.iterations > 1 else ""
-        sampler = "" if self.sampler in (None, PLAIN) else f" {self.sampler.name}"
+        sampler = "" if self.sampler in (SamplingMode.EVERYTHING, PLAIN) else f" {self.sampler.name.lower()}"
         return (f"decode[{self.rows}]{loop}" if self.decode else f"mixed[{self.tokens}]") + sampler
 
 
 class StepShapes:
     """The shapes that are compiled: few, each some times the one before, the last exactly the cap.
 
+    Every variant of the sampler has sizes of its own: more of them waste less on padding and take longer to compile.
+
     Args:
         max_num_batched_tokens: most tokens of a step.
         max_rows: most rows of a step.
         max_model_len: most tokens of a row.
         block_size: tokens per KV block.
-        growth: from one shape to the next. More shapes waste less on padding and take longer to compile.
-        iterations: decode steps that a program of so many rows runs.
-        samplers: variants of the sampler that are compiled for every size, each covering the one before.
+        iterations: decode steps that run as one, by the number of rows. It must not change but between sizes that all
+            variants have.
+        samplers: variants of the sampler, each covering the one before, and the growth from one size to the next.
     """
 
     def __init__(
@@ -71,50 +73,52 @@ class StepShapes:
         max_rows: int,
         max_model_len: int,
         block_size: int,
-        growth: int = 4,
         iterations: Callable[[int], int] = lambda rows: 1,
-        samplers: tuple[SamplerVariant, ...] | tuple[None] = (None,),
+        samplers: Sequence[tuple[SamplerVariant | SamplingMode, int]] = ((SamplingMode.EVERYTHING, 4),),
     ):
-        self.samplers = samplers
-        width = -(-max_model_len // block_size)
-        rows = [*([1] if max_rows > 1 else []), *_buckets(8, growth, max_rows)]
-        last = samplers[-1]
-        self.decode = [StepShape(n, n, True, width, iterations(n), last) for n in rows]
-        self.mixed = [
-            StepShape(n, min(n, max_rows), False, width, sampler=last)
-            for n in _buckets(64, growth, max_num_batched_tokens)
-        ]
+        self.samplers = tuple(sampler for sampler, _ in samplers)
+        self.iterations = iterations
+        self.blocks_per_row = width = -(-max_model_len // block_size)
+        self._decode, self._mixed = [], []
+        for sampler, growth in samplers:
+            rows = [*([1] if max_rows > 1 and growth <= 4 else []), *_buckets(8, growth, max_rows)]
+            tokens = _buckets(64, growth, max_num_batched_tokens)
+            self._decode.append([StepShape(n, n, True, width, iterations(n), sampler) for n in rows])
+            self._mixed.append([StepShape(n, min(n, max_rows), False, width, sampler=sampler) for n in tokens])
+
+    @property
+    def decode(self) -> list[StepShape]:
+        """Decode steps with the last sampler, which does everything."""
+        return self._decode[-1]
+
+    @property
+    def mixed(self) -> list[StepShape]:
+        """Mixed steps with the last sampler."""
+        return self._mixed[-1]
 
     def all(self) -> list[StepShape]:
         """Every shape, the largest first."""
-        sizes = sorted(
-            self.decode + self.mixed, key=lambda shape: (shape.tokens, shape.rows, shape.decode), reverse=True
-        )
-        return [replace(shape, sampler=sampler) for shape in sizes for sampler in self.samplers]
+        shapes = [shape for family in (*self._decode, *self._mixed) for shape in family]
+        return sorted(shapes, key=lambda shape: (shape.tokens, shape.rows, shape.decode), reverse=True)
 
-    def iterations(self, rows: int) -> int:
-        """Decode steps that the program for so many rows runs in one call."""
-        return next(shape.iterations for shape in self.decode if shape.rows >= rows)
-
-    def fitting(self, step: Step, level: int = -1) -> StepShape:
+    def fitting(self, step: Step, level: int = -1, prompt_logprobs: bool = False) -> StepShape:
         """The smallest shape that holds `step`; one decode step where programs run several is a mixed step.
 
         Args:
             step: to run.
             level: which of the samplers its rows need.
+            prompt_logprobs: whether it has tokens of prompts whose log probabilities are asked for: a mixed step then.
         """
-        if step.decode_only and step.iterations == self.iterations(len(step.rows)):
-            size = next(shape for shape in self.decode if shape.rows >= len(step.rows))
-        else:
-            size = next(shape for shape in self.mixed if shape.tokens >= step.num_tokens)
-        return replace(size, sampler=self.samplers[level])
+        if step.decode_only and not prompt_logprobs and step.iterations == self.iterations(len(step.rows)):
+            return next(shape for shape in self._decode[level] if shape.rows >= len(step.rows))
+        return next(shape for shape in self._mixed[level] if shape.tokens >= step.num_tokens)
 
 
 def _buckets(smallest: int, growth: int, cap: int) -> list[int]:
-    sizes = []
-    while smallest < cap:
-        sizes.append(smallest)
-        smallest *= growth
+    sizes, size, factor = [], smallest, max(4, growth)
+    while size < cap:
+        sizes.append(size)
+        size, factor = size * factor, growth
     return [*sizes, cap]
 
 
@@ -130,6 +134,9 @@ class StepFields(NamedTuple):
         on_device: 1 where the row's last token is in the state.
         samples: tokens that the row samples.
         suppress: of those, how many must not be one that ends the request.
+        extras: what the state holds of the row (`device_state.extras_of`).
+        next_token: of a prompt, the token behind those of the step; else 0.
+        prompt_logprobs: 1 where log probabilities of prompt tokens are asked for.
         sampling: parameters of the draw; `suppressed` are all ids that end the request.
     """
 
@@ -141,6 +148,9 @@ class StepFields(NamedTuple):
     on_device: Int[Array, "rows"]
     samples: Int[Array, "rows"]
     suppress: Int[Array, "rows"]
+    extras: Int[Array, "rows"]
+    next_token: Int[Array, "rows"]
+    prompt_logprobs: Int[Array, ""]
     sampling: SamplingInputs
 
 
@@ -150,7 +160,7 @@ class PackedLayout:
     def __init__(self, shape: StepShape):
         rows = shape.rows
         fields: dict[str, tuple[int, ...]] = {
-            "mode": (1,),
+            "mode": (2,),  # the sampler's, and whether log probabilities of prompts are asked for
             "tokens": (shape.tokens,),
             "cu_q_lens": (rows + 1,),
             "row": (len(_ROW_FIELDS), rows),
@@ -180,6 +190,7 @@ class PackedLayout:
         seat = seats.update(rows)
         view["seat"][:count] = seat
         view["params"][:count] = seats.params[seat]
+        view["extras"][:count] = seats.extras[seat]
         view["block_tables"][:count] = seats.block_tables[seat]
         first = 1 if step.iterations > 1 else None  # tokens of the first iteration
         lengths = np.fromiter((first or row.num_tokens for row in rows), np.int32, count)
@@ -198,6 +209,12 @@ class PackedLayout:
                 sampled = request.num_output_tokens + request.num_pending_tokens - row.num_samples
                 suppress[i] = max(0, request.params.min_tokens - sampled)
         view["mode"][0] = np.max(seats.modes[seat], where=view["samples"][:count] > 0, initial=SamplingMode.GREEDY)
+        if seats.wants_prompt_logprobs:
+            view["mode"][1] = 1
+            for i, row in enumerate(rows):
+                behind = row.start + row.num_tokens
+                if behind < row.request.num_prompt_tokens:
+                    view["next_token"][i] = row.request.token_ids[behind]
         return buffer
 
     def unpack(self, buffer: Int32[Array, "size"]) -> StepFields:
@@ -228,6 +245,9 @@ class PackedLayout:
             row["on_device"],
             row["samples"],
             row["suppress"],
+            row["extras"],
+            row["next_token"],
+            field["mode"][1],
             sampling,
         )
 

@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from jaxllm.cache.kv_array import KVLayout
+from jaxllm.engine.device_state import DeviceState, allocate_state
 from jaxllm.engine.programs import Program, Programs
 from jaxllm.engine.request import Request
 from jaxllm.engine.seats import row_params
@@ -28,7 +29,7 @@ def measure(
     weights: tuple[jax.Array, ...],
     layout: KVLayout,
     placement: Placement,
-    num_seats: int,
+    state: DeviceState,
     shapes: Sequence[StepShape],
     max_model_len: int,
     compile_for: CompileFor,
@@ -41,14 +42,14 @@ def measure(
         weights: the model's arrays.
         layout: of the KV cache.
         placement: where it all lies.
-        num_seats: requests that the state on the device has room for.
+        state: shapes of the state on the device.
         shapes: to measure; `largest` names those that could need the most.
         max_model_len: most tokens of a row.
         compile_for: given a number of KV blocks, a function that compiles a shape.
     """
     programs = Programs(compile_for(WARM_UP_BLOCKS))
     programs.prepare(list(shapes), workers=min(len(shapes), os.cpu_count() or 1))
-    cache = _Cache(layout, placement, num_seats)
+    cache = _Cache(layout, placement, state)
     runs = {shape.name: cache.run(weights, programs[shape], max_model_len) for shape in shapes}
     reports = measure_programs(
         placement.local_devices, {shape.name: programs[shape].compiled for shape in shapes}, runs
@@ -66,21 +67,21 @@ def largest(shapes: StepShapes) -> list[StepShape]:
 class _Cache:
     """A small KV cache, handed from run to run: every program takes it by donation."""
 
-    def __init__(self, layout: KVLayout, placement: Placement, num_seats: int):
-        self.layout, self.placement, self.num_seats = layout, placement, num_seats
+    def __init__(self, layout: KVLayout, placement: Placement, state: DeviceState):
+        self.layout, self.placement, self.state = layout, placement, state
         self.kv = layout.allocate(WARM_UP_BLOCKS, placement)
 
     def run(self, weights: tuple[jax.Array, ...], program: Program, max_model_len: int) -> Callable[[], None]:
         """A function that runs `program` once and waits. Its input lies on the device before, and is no part of it."""
         packed = self.placement.put(worst_step(program.layout, max_model_len))
-        last_tokens = self.placement.put(np.zeros(self.num_seats, np.int32))
+        state = allocate_state(self.state, self.placement)
 
         def once() -> None:
             if self.kv.is_deleted():  # by a run that did not fit
                 self.kv = self.layout.allocate(WARM_UP_BLOCKS, self.placement)
-            nonlocal last_tokens
-            tokens, self.kv, last_tokens = program.compiled(weights, self.kv, last_tokens, packed)
-            jax.block_until_ready((tokens, self.kv, last_tokens))
+            nonlocal state
+            results, self.kv, state = program.compiled(weights, self.kv, state, packed)
+            jax.block_until_ready((results, self.kv, state))
 
         return once
 
@@ -97,7 +98,7 @@ def worst_step(layout: PackedLayout, max_model_len: int) -> Int32[np.ndarray, "s
     view["cu_q_lens"][1:] = length * np.minimum(np.arange(1, shape.rows + 1), rows)
     view["context_len"][:rows] = length
     view["samples"][:rows] = shape.iterations
-    view["mode"][0] = max(SamplingMode)
+    view["mode"][:] = max(SamplingMode), 1
     params = SamplingParams(temperature=1.0, top_k=20, top_p=0.9, min_p=0.01)
     view["params"][:] = row_params(Request("", [0], params))
     return buffer

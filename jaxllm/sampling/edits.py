@@ -67,6 +67,11 @@ def penalize(
     return logits.at[rows, generated].set(old - penalties.presence[:, None], mode="drop")
 
 
+def any_penalty(penalties: Penalties) -> Bool[Array, ""]:
+    """Whether a row's penalties change anything."""
+    return jnp.any((penalties.repetition != 1) | (penalties.presence != 0) | (penalties.frequency != 0))
+
+
 def asked(processors: UInt32[Array, "rows"], place: int) -> Bool[Array, "rows 1"]:
     """Which rows ask for the logits processor at `place`."""
     return ((processors >> place) & 1 == 1)[:, None]

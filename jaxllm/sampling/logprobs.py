@@ -46,7 +46,8 @@ def token_logprobs(
         count: how many, 0 to `MAX_LOGPROBS`.
         vocab: size of the model's vocabulary; what lies beyond is padding of the mesh.
     """
-    logits = logits[:, :vocab]
+    if logits.shape[1] > vocab:  # not cut off: the mesh divides the whole width
+        logits = jnp.where(jnp.arange(logits.shape[1]) < vocab, logits, -jnp.inf)
     top, ids = largest(logits, max(count, 1))
     most_likely = top[:, :1]
     own = jnp.take_along_axis(logits, tokens[:, None], axis=1)

@@ -5,7 +5,6 @@ rows, whose temperature is 0, need no branch of their own.
 """
 
 from enum import IntEnum
-from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -29,20 +28,23 @@ class SamplingMode(IntEnum):
     GREEDY = 0
     TEMPERATURE = 1
     FILTERED = 2
+    EVERYTHING = 3
+    """Whatever `variant.everything` has beyond that."""
 
 
-_VARIANT_OF_MODE = {
-    SamplingMode.GREEDY: SamplerVariant(edits=True, draws=False),
-    SamplingMode.TEMPERATURE: SamplerVariant(edits=True),
-    SamplingMode.FILTERED: SamplerVariant(edits=True, filters=Filters.ALL),
+VARIANT_OF_MODE = {
+    SamplingMode.GREEDY: SamplerVariant(suppress=True, draws=False),
+    SamplingMode.TEMPERATURE: SamplerVariant(suppress=True),
+    SamplingMode.FILTERED: SamplerVariant(suppress=True, filters=Filters.ALL),
 }
+"""Of `EVERYTHING` it is the engine's `variant.everything`."""
 
 
 def sample(
     logits: Float[Array, "rows vocab"],
     inputs: SamplingInputs,
     known_tokens: Bool[np.ndarray, "known"],
-    variant: SamplerVariant | None = None,
+    variant: SamplerVariant,
 ) -> Int[Array, "rows"]:
     """One token per row.
 
@@ -57,7 +59,7 @@ def sample(
         inputs: parameters by row.
         known_tokens: which ids the tokenizer knows. Others, and those beyond the mask, are padding of the checkpoint
             or the mesh and are never chosen.
-        variant: what exists in the program. None leaves the choice to `inputs.mode`, on the device.
+        variant: what exists in the program.
 
     Returns:
         int32 token ids. Greedy rows take the lowest id among equally likely tokens.
@@ -65,20 +67,6 @@ def sample(
     Raises:
         ValueError: if the variant needs inputs that are None.
     """
-    if variant is None:
-        branches = [
-            partial(_sample, known_tokens=known_tokens, variant=_VARIANT_OF_MODE[mode]) for mode in SamplingMode
-        ]
-        return lax.switch(_given(inputs.mode, "mode"), branches, logits, inputs)
-    return _sample(logits, inputs, known_tokens, variant)
-
-
-def _sample(
-    logits: Float[Array, "rows vocab"],
-    inputs: SamplingInputs,
-    known_tokens: Bool[np.ndarray, "known"],
-    variant: SamplerVariant,
-) -> Int[Array, "rows"]:
     logits = adjust_logits(logits, inputs, variant)
     known = np.pad(known_tokens, (0, logits.shape[1] - len(known_tokens)))
     if not known.all():
@@ -98,15 +86,21 @@ def adjust_logits(
     """Logits after masks, bad words, biases, penalties and the user's processors, in vLLM's order."""
     if variant.mask:
         logits = edits.apply_mask(logits, _given(inputs.mask, "mask"))
-    if variant.edits:
+    if variant.suppress or variant.edits:
         logits = edits.suppress(logits, inputs.suppressed)
-        if inputs.edits is not None:
-            history = _given(inputs.history, "history")
-            logits = edits.forbid_words(logits, inputs.edits.bad_words, history, inputs.position)
-            logits = edits.add_bias(logits, inputs.edits)
-    if variant.penalties:
+    if variant.edits and inputs.edits is not None:
         history = _given(inputs.history, "history")
-        logits = edits.penalize(logits, _given(inputs.penalties, "penalties"), history, inputs.position)
+        logits = edits.forbid_words(logits, inputs.edits.bad_words, history, inputs.position)
+        logits = edits.add_bias(logits, inputs.edits)
+    if variant.penalties:
+        history, penalties = _given(inputs.history, "history"), _given(inputs.penalties, "penalties")
+        # They scatter every token of every row's history: not for batches that only share a program with them.
+        logits = lax.cond(
+            edits.any_penalty(penalties),
+            lambda logits: edits.penalize(logits, penalties, history, inputs.position),
+            lambda logits: logits,
+            logits,
+        )
     for place, processor in enumerate(variant.processors):
         asked = edits.asked(_given(inputs.processors, "processors"), place)
         logits = jnp.where(asked, processor(logits, inputs), logits)

@@ -1,6 +1,6 @@
 """What a batch asks of the sampler, chosen on the host: each variant is a program of its own. Imports no JAX."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from enum import IntEnum
 from functools import reduce
@@ -40,7 +40,8 @@ class SamplerVariant:
     Attributes:
         draws: False if every row takes the most likely token: no noise is computed.
         filters: top_k, top_p, min_p.
-        edits: suppressed ids, logit_bias, bad_words.
+        suppress: ids that end the request, before its min_tokens.
+        edits: logit_bias, bad_words; and `suppress`.
         penalties: repetition, presence and frequency penalty.
         mask: bit masks: allowed_token_ids and structured output.
         processors: rules of the user, by place; row i of a batch uses those whose bit is set in its inputs.
@@ -49,6 +50,7 @@ class SamplerVariant:
 
     draws: bool = True
     filters: Filters = Filters.NONE
+    suppress: bool = False
     edits: bool = False
     penalties: bool = False
     mask: bool = False
@@ -68,6 +70,7 @@ class SamplerVariant:
         return SamplerVariant(
             draws=self.draws or other.draws,
             filters=max(self.filters, other.filters),
+            suppress=self.suppress or other.suppress,
             edits=self.edits or other.edits,
             penalties=self.penalties or other.penalties,
             mask=self.mask or other.mask,
@@ -97,8 +100,43 @@ class SamplerVariant:
         return "+".join(parts)
 
 
+MAX_PROCESSORS = 32
+"""Logits processors of an engine: a request's choice is 32 bits."""
+
+
+def checked_processors(processors: Any) -> dict[str, LogitsProcessor]:
+    """Logits processors by name, in their order; None is none.
+
+    Raises:
+        TypeError: if they are not functions by name.
+        ValueError: if there are too many.
+    """
+    if processors is None:
+        return {}
+    if not isinstance(processors, Mapping) or not all(
+        isinstance(name, str) and callable(function) for name, function in processors.items()
+    ):
+        raise TypeError(f"logits_processors must be a dict of functions by name, not {processors!r:.80}")
+    if len(processors) > MAX_PROCESSORS:
+        raise ValueError(f"logits_processors must be at most {MAX_PROCESSORS}; got {len(processors)}")
+    return dict(processors)
+
+
 GREEDY = SamplerVariant(draws=False)
 PLAIN = SamplerVariant()
+
+
+def everything(processors: tuple[LogitsProcessor, ...] = ()) -> SamplerVariant:
+    """All there is, with the engine's `processors`: covers every request."""
+    return SamplerVariant(
+        filters=Filters.ALL,
+        suppress=True,
+        edits=True,
+        penalties=True,
+        mask=True,
+        processors=processors,
+        logprobs=MAX_LOGPROBS,
+    )
 
 
 def join(variants: Iterable[SamplerVariant]) -> SamplerVariant:

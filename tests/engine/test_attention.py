@@ -17,6 +17,7 @@ from jaxllm.cache.kv_array import KVLayout
 from jaxllm.checkpoint.resolve import resolve
 from jaxllm.engine import attention as attention_module
 from jaxllm.engine.attention import Attention, choose_attention, paged_attend
+from jaxllm.engine.device_state import abstract_state, placed
 from jaxllm.engine.step_program import step_function
 from jaxllm.engine.step_shape import PackedLayout, StepShape
 from jaxllm.layers.paged_attention import PagedBatch
@@ -24,6 +25,7 @@ from jaxllm.models.params import parameter_specs, runtime_config
 from jaxllm.models.weights import Weights
 from jaxllm.parallel.mesh import make_mesh
 from jaxllm.parallel.placement import Placement
+from jaxllm.sampling.variant import PLAIN, everything
 
 OPTIONS = {"max_model_len": 64, "num_kvcache_blocks": 4, "enforce_eager": True}
 
@@ -134,7 +136,16 @@ def test_the_kernels_do_what_xla_does(tiny: Callable[..., Path], decode: bool) -
     np.testing.assert_allclose(got, want, atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.parametrize("shape", [StepShape(8, 8, True, 16, 4), StepShape(64, 8, False, 16)], ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        StepShape(8, 8, True, 16, 4, PLAIN),
+        StepShape(64, 8, False, 16, sampler=PLAIN),
+        StepShape(8, 8, True, 16, 4, everything()),
+        StepShape(64, 8, False, 16, sampler=everything()),
+    ],
+    ids=lambda shape: shape.name,
+)
 def test_a_whole_step_lowers_for_cuda(tiny: Callable[..., Path], shape: StepShape) -> None:
     config = resolve(str(tiny(head_dim=64))).config
     placement = Placement.of(make_mesh(1))
@@ -149,13 +160,10 @@ def test_a_whole_step_lowers_for_cuda(tiny: Callable[..., Path], shape: StepShap
         attention=Attention.MOSAIC_GPU,
         placement=placement,
         known_tokens=np.ones(config.vocab_size, bool),
+        vocab=config.vocab_size,
     )
-    last_tokens, packed = (
-        jax.ShapeDtypeStruct((size,), jnp.int32, sharding=placement.replicated)
-        for size in (8, PackedLayout(shape).size)
-    )
-    traced = jax.jit(step, donate_argnums=(1, 2)).trace(
-        weights.leaves, layout.abstract(8, placement), last_tokens, packed
-    )
+    state = placed(abstract_state(8, 256, config.vocab_size), placement)
+    packed = jax.ShapeDtypeStruct((PackedLayout(shape).size,), jnp.int32, sharding=placement.replicated)
+    traced = jax.jit(step, donate_argnums=(1, 2)).trace(weights.leaves, layout.abstract(8, placement), state, packed)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert ("paged_decode" in text) and ("ragged_prefill" in text) == (not shape.decode)

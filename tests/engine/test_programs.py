@@ -58,6 +58,10 @@ def test_nothing_compiles_while_serving(small_llm: LLM) -> None:
                     top_k=int(rng.choice([0, 20])),
                     top_p=float(rng.choice([0.8, 1])),
                     min_tokens=int(rng.integers(0, 3)),
+                    frequency_penalty=float(rng.choice([0, 0.5])),
+                    allowed_token_ids=[None, range(200)][rng.integers(2)],
+                    logprobs=[None, 3][rng.integers(2)],
+                    prompt_logprobs=[None, None, 2][rng.integers(3)],
                     max_tokens=int(rng.integers(3, 20)),
                 )
                 for _ in prompts

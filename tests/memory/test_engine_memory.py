@@ -72,4 +72,5 @@ def test_bytes_of_a_shard(model: str) -> None:
     assert {shard.data.nbytes for shard in kv.addressable_shards} == {report.kv_array_bytes}
     assert len(report.budgets) == len(report.bars()) == 2
     for program in llm.engine.runner.programs:
-        assert aliased_bytes(program.compiled) == report.kv_array_bytes + llm.engine.runner.last_tokens.nbytes
+        state = sum(array.nbytes for array in llm.engine.runner.state)
+        assert aliased_bytes(program.compiled) == report.kv_array_bytes + state

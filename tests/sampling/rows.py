@@ -29,7 +29,7 @@ def inputs(rows: int, **fields: Any) -> SamplingInputs:
 
 
 def drawn(
-    logits: np.ndarray, parameters: SamplingInputs, variant: SamplerVariant | None, known: np.ndarray | None = None
+    logits: np.ndarray, parameters: SamplingInputs, variant: SamplerVariant, known: np.ndarray | None = None
 ) -> np.ndarray:
     """Tokens of the compiled sampler; every id is known unless `known` says otherwise."""
     known = np.ones(logits.shape[1], bool) if known is None else known
@@ -37,7 +37,7 @@ def drawn(
 
 
 @functools.cache
-def _compiled(variant: SamplerVariant | None, known: bytes) -> Callable[..., jax.Array]:
+def _compiled(variant: SamplerVariant, known: bytes) -> Callable[..., jax.Array]:
     return jax.jit(functools.partial(sample, known_tokens=np.frombuffer(known, bool), variant=variant))
 
 

@@ -9,18 +9,11 @@ import pytest
 from sampling.rows import inputs
 from tiny import byte_level_tokenizer, sentencepiece_tokenizer
 
-from jaxllm import sampling_params
 from jaxllm.sampling.inputs import Edits, History, Penalties
 from jaxllm.sampling.packing import edit_row, mask_of, penalty_row
 from jaxllm.sampling.sampler import adjust_logits
 from jaxllm.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, SamplingParams
 from jaxllm.text.bad_words import bad_word_tokens
-
-
-@pytest.fixture(autouse=True)
-def wired(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the engine acted on every field."""
-    monkeypatch.setattr(sampling_params, "NOT_WIRED", frozenset())
 
 
 def test_a_row_does_what_its_parameters_say() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from sampling.rows import NEUTRAL, NOTHING, assert_follows, brute_force, drawn, inputs
 
-from jaxllm.sampling.sampler import SamplingMode, sample
+from jaxllm.sampling.sampler import VARIANT_OF_MODE, SamplingMode, sample
 from jaxllm.sampling.variant import GREEDY, PLAIN, Filters, SamplerVariant
 
 ALL_40 = np.ones(40, bool)
@@ -115,9 +115,9 @@ def test_the_variant_makes_no_difference_to_rows_that_need_less() -> None:
         assert len(set(tokens[0].tolist())) > 20
 
 
-def test_the_device_can_choose_the_variant() -> None:
+def test_the_variants_of_the_modes() -> None:
     logits, parameters = mixed_logits(), inputs(6, **MIXED)
-    tokens = {mode: drawn(logits, parameters._replace(mode=jnp.int32(mode)), None) for mode in SamplingMode}
+    tokens = {mode: drawn(logits, parameters, variant) for mode, variant in VARIANT_OF_MODE.items()}
     np.testing.assert_array_equal(tokens[SamplingMode.FILTERED], drawn(logits, parameters, ALL))
     np.testing.assert_array_equal(tokens[SamplingMode.TEMPERATURE], drawn(logits, parameters, PLAIN))
 
@@ -155,7 +155,7 @@ def test_padding_and_suppressed_ids_are_never_chosen() -> None:
     suppressed[:, 0] = 2
     for filters in (Filters.NONE, Filters.SMALL_TOP_K, Filters.ALL):
         parameters = inputs(300, temperature=np.arange(300) % 2, suppressed=suppressed, top_k=7)
-        tokens = drawn(logits, parameters, SamplerVariant(edits=True, filters=filters), np.ones(6, bool))
+        tokens = drawn(logits, parameters, SamplerVariant(suppress=True, filters=filters), np.ones(6, bool))
         assert not np.isin(tokens, (2, 6, 7)).any()
         assert [len(set(some.tolist())) for some in (tokens[::2], tokens[1::2])] == [1, 5]
 
