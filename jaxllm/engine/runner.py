@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import os
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -44,6 +45,10 @@ logger = logging.getLogger(__name__)
 
 SAMPLERS = ((PLAIN, 2), (SamplerVariant(filters=Filters.ALL, suppress=True), 8), (everything(), 8))
 """Variants of the sampler on a GPU, for plain draws, filters and everything, and how many sizes there are of each."""
+
+_LOWERING = threading.Lock()
+"""Tracing and lowering hold Python's lock. In turns, the first program is compiled, which does not, while the second is
+lowered; all at the same time, none would be lowered early."""
 
 _STEPS_IN_FLIGHT = 4
 """Step buffers that can be on the device at once: the running step's, the next one's, and their results."""
@@ -191,7 +196,7 @@ class Runner:
             compile_for = partial(compile_step, self.spec, self.weights.abstract(), self.layout, self.num_blocks)
             programs = Programs(compile_for)
             if not self.spec.config.enforce_eager:
-                programs.prepare(self.shapes.all(), workers=min(8, os.cpu_count() or 1))
+                programs.prepare(self.shapes.all(), workers=min(12, os.cpu_count() or 1))
             blocks = self.num_blocks
             compiled = {program.shape.name: program.compiled for program in programs}
             self.memory_report = _agreed(verify(self.memory_report, demand, compiled))
@@ -335,7 +340,7 @@ def compile_step(
     state = placed(spec.state, spec.placement)
     out = (everywhere, layout.sharding(spec.placement), everywhere)
     jitted = jax.jit(step, donate_argnums=(1, 2), out_shardings=out)
-    with spec.placement.own_mesh():
+    with _LOWERING, spec.placement.own_mesh():
         lowered = jitted.lower(weights.leaves, layout.abstract(num_blocks, spec.placement), state, packed)
     compiled = lowered.compile(compiler_options=options)
     if executables is not None:
