@@ -18,7 +18,8 @@ import jax
 
 from jaxllm.bench.memory_tasks import survives_load
 from jaxllm.bench.random_model import SHAPES, random_runner_spec
-from jaxllm.engine.runner import Runner, compile_step
+from jaxllm.engine.compile_step import compile_step
+from jaxllm.engine.runner import Runner
 from jaxllm.engine.warm_up import measure
 from jaxllm.memory.units import format_bytes
 

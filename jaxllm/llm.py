@@ -24,7 +24,8 @@ from jaxllm.engine.answer import Update
 from jaxllm.engine.engine import Engine, EngineStats, Running
 from jaxllm.engine.prompts import Params, Prompt, pair_params, prompt_token_ids, split_prompts
 from jaxllm.engine.request import Request
-from jaxllm.engine.runner import Runner, RunnerSpec
+from jaxllm.engine.runner import Runner
+from jaxllm.engine.spec import RunnerSpec
 from jaxllm.memory.pool import start_backend
 from jaxllm.memory.report import MemoryReport
 from jaxllm.models.config import ModelConfig

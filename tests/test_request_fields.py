@@ -10,7 +10,7 @@ import pytest
 from reference import reference_logits, reference_model
 
 from jaxllm import LLM, SamplingParams
-from jaxllm.engine.runner import shape_options
+from jaxllm.engine.spec import shape_options
 from jaxllm.outputs import CompletionOutput
 from jaxllm.structured.params import StructuredOutputsParams
 
@@ -242,7 +242,7 @@ def test_every_field_under_preemption(
 ) -> None:
     """A pool far too small for all: the same tokens and log probabilities as with room for everybody, alone."""
     if loops:
-        monkeypatch.setattr("jaxllm.engine.runner.shape_options", lambda platform, of=shape_options: of("gpu"))
+        monkeypatch.setattr("jaxllm.engine.spec.shape_options", lambda platform, of=shape_options: of("gpu"))
     rng = np.random.default_rng(1)
     prompts = [rng.integers(0, 300, n).tolist() for n in rng.integers(3, 60, 12)]
     prompts[7] = prompts[3]

@@ -14,7 +14,9 @@ import jax
 from jaxllm.bench.random_model import random_runner_spec
 from jaxllm.cache.kv_array import KVLayout
 from jaxllm.engine import runner as engine_runner
+from jaxllm.engine.compile_step import compile_step
 from jaxllm.engine.engine import Engine
+from jaxllm.engine.programs import Programs
 from jaxllm.engine.runner import Runner
 from jaxllm.engine.warm_up import largest, measure, worst_step
 from jaxllm.memory.device import read_device
@@ -41,7 +43,7 @@ def transients(shape: str, utilization: float, settings: list[dict[str, Any]]) -
         config = spec.config
         layout = KVLayout.of(weights.config, config.kvcache_block_size, spec.dtype, 1)
         shapes = largest(spec.shapes)
-        compile_for = partial(partial, engine_runner.compile_step, spec, weights, layout)
+        compile_for = partial(partial, compile_step, spec, weights, layout)
         programs = measure(weights.leaves, layout, spec.placement, spec.state, shapes, spec.max_model_len, compile_for)
         workload = Workload(config.max_num_batched_tokens, config.max_num_seqs)
         rows.append(
@@ -228,9 +230,7 @@ def survives_load(runner: Runner, blocks: int) -> bool:
     spec, shapes = runner.spec, largest(runner.shapes)
     kv = None
     try:
-        programs = engine_runner.Programs(
-            partial(engine_runner.compile_step, spec, runner.weights, runner.layout, blocks)
-        )
+        programs = Programs(partial(compile_step, spec, runner.weights, runner.layout, blocks))
         programs.prepare(shapes, workers=2)
         kv = runner.layout.allocate(blocks, spec.placement)
         for _ in range(3):

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxllm.checkpoint.checkpoint import Checkpoint, LazyTensor
 from jaxllm.config import EngineConfig
-from jaxllm.engine.runner import RunnerSpec
+from jaxllm.engine.spec import RunnerSpec
 from jaxllm.memory.pool import start_backend
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.params import ParamSpec, parameter_specs

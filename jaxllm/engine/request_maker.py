@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxllm.engine.prompts import Prompt, prompt_token_ids
 from jaxllm.engine.request import Request
-from jaxllm.engine.runner import RunnerSpec
+from jaxllm.engine.spec import RunnerSpec
 from jaxllm.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_SUPPRESSED_IDS, SamplingParams
 from jaxllm.structured.grammar import GrammarCompiler
 from jaxllm.text.bad_words import bad_word_tokens

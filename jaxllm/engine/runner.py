@@ -1,127 +1,39 @@
 """Owns what lies on the devices, weights and KV cache, and runs steps on it."""
 
-import hashlib
 import logging
 import os
-import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.cache.kv_array import KVLayout
 from jaxllm.checkpoint.adopt import replace_parameters
 from jaxllm.checkpoint.checkpoint import Checkpoint
 from jaxllm.checkpoint.load import load_parameters
-from jaxllm.config import EngineConfig
-from jaxllm.engine.attention import Attention, choose_attention
-from jaxllm.engine.compilation_cache import executables_folder
-from jaxllm.engine.device_state import DeviceState, StateUpdates, abstract_state, allocate_state, placed
-from jaxllm.engine.executables import ExecutableCache
+from jaxllm.engine.compile_step import compile_step
+from jaxllm.engine.device_state import DeviceState, StateUpdates, allocate_state
 from jaxllm.engine.programs import Programs
 from jaxllm.engine.seats import Seats
+from jaxllm.engine.spec import RunnerSpec
 from jaxllm.engine.step import Step
-from jaxllm.engine.step_program import StepResults, step_function
-from jaxllm.engine.step_shape import PackedLayout, StepShape, StepShapes
+from jaxllm.engine.step_program import StepResults
+from jaxllm.engine.step_shape import PackedLayout
 from jaxllm.engine.warm_up import largest, measure
 from jaxllm.memory.report import MemoryReport
 from jaxllm.memory.sizing import CacheDemand, blocks_that_fit, check_weights, size_kv_cache
 from jaxllm.memory.units import format_bytes
 from jaxllm.memory.verify import settle, verify
-from jaxllm.models.config import ModelConfig
-from jaxllm.models.params import parameter_specs, runtime_config
+from jaxllm.models.params import parameter_specs
 from jaxllm.models.weights import Weights
 from jaxllm.parallel import distributed
-from jaxllm.parallel.placement import Placement
-from jaxllm.sampling.sampler import SamplingMode
-from jaxllm.sampling.variant import PLAIN, Filters, LogitsProcessor, SamplerVariant, everything
 
 logger = logging.getLogger(__name__)
 
-SAMPLERS = ((PLAIN, 2), (SamplerVariant(filters=Filters.ALL, suppress=True), 8), (everything(), 8))
-"""Variants of the sampler on a GPU, for plain draws, filters and everything, and how many sizes there are of each."""
-
-_LOWERING = threading.Lock()
-"""Tracing and lowering hold Python's lock. In turns, the first program is compiled, which does not, while the second is
-lowered; all at the same time, none would be lowered early."""
-
 _STEPS_IN_FLIGHT = 4
 """Step buffers that can be on the device at once: the running step's, the next one's, and their results."""
-
-
-@dataclass(frozen=True)
-class RunnerSpec:
-    """What a runner is built from, resolved: nothing is "auto" any more."""
-
-    config: EngineConfig
-    model: ModelConfig
-    placement: Placement
-    dtype: jnp.dtype
-    max_model_len: int
-    known_tokens: np.ndarray
-    logits_processors: Mapping[str, LogitsProcessor] = field(default_factory=dict)
-
-    @property
-    def processors(self) -> tuple[LogitsProcessor, ...]:
-        """The logits processors in their order."""
-        return tuple(self.logits_processors.values())
-
-    @cached_property
-    def run_time(self) -> ModelConfig:
-        """The model's shapes as they lie on the mesh."""
-        return runtime_config(self.model, self.placement.tensor_parallel_size)
-
-    @cached_property
-    def layout(self) -> KVLayout:
-        """The KV cache but for its number of blocks."""
-        tp = self.placement.tensor_parallel_size
-        return KVLayout.of(self.run_time, self.config.kvcache_block_size, self.dtype, tp)
-
-    @property
-    def platform(self) -> str:
-        """Of the devices: "cpu", "gpu"."""
-        return self.placement.mesh.devices.flat[0].platform
-
-    @cached_property
-    def shapes(self) -> StepShapes:
-        """Of the programs."""
-        config, options = self.config, shape_options(self.platform)
-        if config.enforce_eager and "samplers" not in options:  # what nobody asks for is not compiled
-            options["samplers"] = ((SamplingMode.FILTERED, 4), (SamplingMode.EVERYTHING, 4))
-        elif self.processors and "samplers" in options:
-            options["samplers"] = (*options["samplers"][:-1], (everything(self.processors), 8))
-        return StepShapes(
-            config.max_num_batched_tokens,
-            config.max_rows,
-            self.max_model_len,
-            config.kvcache_block_size,
-            **options,
-        )
-
-    @cached_property
-    def state(self) -> DeviceState:
-        """Shapes of the state on the device."""
-        return abstract_state(self.config.max_rows, self.max_model_len, self.run_time.vocab_size)
-
-    @cached_property
-    def executables(self) -> ExecutableCache:
-        """Programs of this engine that are kept between starts, beside JAX's compilation cache."""
-        config = self.config
-        known = hashlib.sha256(self.known_tokens.tobytes()).hexdigest()
-        facts = (self.model, self.run_time, self.placement, self.dtype, self.attention, config.max_rows, known)
-        mesh = self.placement.mesh
-        where = (mesh.devices.shape, mesh.axis_names)
-        return ExecutableCache(executables_folder(), list(mesh.devices.flat), *facts, where, self.max_model_len)
-
-    @cached_property
-    def attention(self) -> Attention:
-        """How steps write and attend; chosen, and logged, when first asked for."""
-        return choose_attention(self.config.attention, self.run_time, self.layout, self.placement.mesh)
 
 
 class Runner:
@@ -287,19 +199,6 @@ class Runner:
         self.asleep = False
 
 
-def shape_options(platform: str) -> dict[str, Any]:
-    """Options of `StepShapes` for a kind of device.
-
-    On a GPU, decode steps run several in one program, about ten milliseconds of work: between two programs the host has
-    to schedule, pack and dispatch, which takes a millisecond or two. The sampler's variant is chosen on the host, since
-    the queue would run dry while the host looks at what the device chose. On a CPU none of this gains anything, and
-    programs are few, because they take ten seconds each to compile.
-    """
-    if platform == "cpu":
-        return {}
-    return {"iterations": lambda rows: 8 if rows <= 64 else 2, "samplers": SAMPLERS}
-
-
 def load(spec: RunnerSpec, checkpoint: Checkpoint) -> Weights:
     """The checkpoint's parameters on the mesh."""
     specs = parameter_specs(spec.model, spec.placement.tensor_parallel_size)
@@ -310,52 +209,3 @@ def load(spec: RunnerSpec, checkpoint: Checkpoint) -> Weights:
 def _agreed(report: MemoryReport) -> MemoryReport:
     """The report with the smallest cache that any process has room for: all must have the same."""
     return replace(report, num_kvcache_blocks=distributed.smallest(report.num_kvcache_blocks))
-
-
-def compile_step(
-    spec: RunnerSpec, weights: Weights, layout: KVLayout, num_blocks: int, shape: StepShape
-) -> jax.stages.Compiled:
-    """Compile a program of `shape` ahead of time for its arguments' shardings; KV array and state are donated.
-
-    Or take it from the folder of an earlier start.
-    """
-    options = _compiler_options(spec)
-    leaves = [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in weights.leaves]
-    facts = (layout, num_blocks, shape, sorted(options.items()), leaves)
-    executables = None if spec.processors else spec.executables  # a user's functions can change without their names
-    if executables is not None and (kept := executables.load(*facts)) is not None:
-        return kept
-    step = step_function(
-        weights,
-        layout,
-        shape,
-        attention=spec.attention,
-        placement=spec.placement,
-        known_tokens=spec.known_tokens,
-        vocab=spec.model.vocab_size,
-        processors=spec.processors,
-    )
-    everywhere = spec.placement.replicated
-    packed = jax.ShapeDtypeStruct((PackedLayout(shape).size,), jnp.int32, sharding=everywhere)
-    state = placed(spec.state, spec.placement)
-    out = (everywhere, layout.sharding(spec.placement), everywhere)
-    jitted = jax.jit(step, donate_argnums=(1, 2), out_shardings=out)
-    with _LOWERING, spec.placement.own_mesh():
-        lowered = jitted.lower(weights.leaves, layout.abstract(num_blocks, spec.placement), state, packed)
-    compiled = lowered.compile(compiler_options=options)
-    if executables is not None:
-        executables.store(compiled, *facts)
-    return compiled
-
-
-def _compiler_options(spec: RunnerSpec) -> dict[str, Any]:
-    """XLA options of a step."""
-    if spec.platform != "gpu":
-        return {}
-    # Rematerialization takes every update of the cache for a copy, finds several times the device's memory in use, and
-    # spends its time on computing values twice in order to save some.
-    options: dict[str, Any] = {"xla_disable_hlo_passes": "rematerialization"}
-    if spec.config.enforce_eager:
-        # Programs are compiled when the cache has taken the memory in which XLA would compare implementations.
-        options["xla_gpu_autotune_level"] = 0
-    return options

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM, SamplingParams
-from jaxllm.engine.runner import shape_options
+from jaxllm.engine.spec import shape_options
 
 NUM_REQUESTS = 200
 BASE = {
@@ -73,7 +73,7 @@ def test_same_tokens_as_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if "loops" in name:
-        monkeypatch.setattr("jaxllm.engine.runner.shape_options", lambda platform, of=shape_options: of("gpu"))
+        monkeypatch.setattr("jaxllm.engine.spec.shape_options", lambda platform, of=shape_options: of("gpu"))
     options = CONFIGURATIONS[name]
     llm = LLM(str(checkpoint), **BASE | options)
     outputs = llm.generate(*requests, use_tqdm=False)

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM, SamplingParams
+from jaxllm.engine.compile_step import compile_step
 from jaxllm.engine.engine import Engine
 from jaxllm.engine.request import Request
-from jaxllm.engine.runner import compile_step
 from jaxllm.engine.seats import Seats
 from jaxllm.engine.step import ScheduledRow, Step
 from jaxllm.engine.step_program import ragged_batch

@@ -1,0 +1,109 @@
+"""What an engine is built from, and what follows from it: shapes, state, attention, programs on disk."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.cache.kv_array import KVLayout
+from jaxllm.config import EngineConfig
+from jaxllm.engine.attention import Attention, choose_attention
+from jaxllm.engine.compilation_cache import executables_folder
+from jaxllm.engine.device_state import DeviceState, abstract_state
+from jaxllm.engine.executables import ExecutableCache
+from jaxllm.engine.step_shape import StepShapes
+from jaxllm.models.config import ModelConfig
+from jaxllm.models.params import runtime_config
+from jaxllm.parallel.placement import Placement
+from jaxllm.sampling.sampler import SamplingMode
+from jaxllm.sampling.variant import PLAIN, Filters, LogitsProcessor, SamplerVariant, everything
+
+SAMPLERS = ((PLAIN, 2), (SamplerVariant(filters=Filters.ALL, suppress=True), 8), (everything(), 8))
+"""Variants of the sampler on a GPU, for plain draws, filters and everything, and how many sizes there are of each."""
+
+
+@dataclass(frozen=True)
+class RunnerSpec:
+    """What a runner is built from, resolved: nothing is "auto" any more."""
+
+    config: EngineConfig
+    model: ModelConfig
+    placement: Placement
+    dtype: jnp.dtype
+    max_model_len: int
+    known_tokens: np.ndarray
+    logits_processors: Mapping[str, LogitsProcessor] = field(default_factory=dict)
+
+    @property
+    def processors(self) -> tuple[LogitsProcessor, ...]:
+        """The logits processors in their order."""
+        return tuple(self.logits_processors.values())
+
+    @cached_property
+    def run_time(self) -> ModelConfig:
+        """The model's shapes as they lie on the mesh."""
+        return runtime_config(self.model, self.placement.tensor_parallel_size)
+
+    @cached_property
+    def layout(self) -> KVLayout:
+        """The KV cache but for its number of blocks."""
+        tp = self.placement.tensor_parallel_size
+        return KVLayout.of(self.run_time, self.config.kvcache_block_size, self.dtype, tp)
+
+    @property
+    def platform(self) -> str:
+        """Of the devices: "cpu", "gpu"."""
+        return self.placement.mesh.devices.flat[0].platform
+
+    @cached_property
+    def shapes(self) -> StepShapes:
+        """Of the programs."""
+        config, options = self.config, shape_options(self.platform)
+        if config.enforce_eager and "samplers" not in options:  # what nobody asks for is not compiled
+            options["samplers"] = ((SamplingMode.FILTERED, 4), (SamplingMode.EVERYTHING, 4))
+        elif self.processors and "samplers" in options:
+            options["samplers"] = (*options["samplers"][:-1], (everything(self.processors), 8))
+        return StepShapes(
+            config.max_num_batched_tokens,
+            config.max_rows,
+            self.max_model_len,
+            config.kvcache_block_size,
+            **options,
+        )
+
+    @cached_property
+    def state(self) -> DeviceState:
+        """Shapes of the state on the device."""
+        return abstract_state(self.config.max_rows, self.max_model_len, self.run_time.vocab_size)
+
+    @cached_property
+    def executables(self) -> ExecutableCache:
+        """Programs of this engine that are kept between starts, beside JAX's compilation cache."""
+        config = self.config
+        known = hashlib.sha256(self.known_tokens.tobytes()).hexdigest()
+        facts = (self.model, self.run_time, self.placement, self.dtype, self.attention, config.max_rows, known)
+        mesh = self.placement.mesh
+        where = (mesh.devices.shape, mesh.axis_names)
+        return ExecutableCache(executables_folder(), list(mesh.devices.flat), *facts, where, self.max_model_len)
+
+    @cached_property
+    def attention(self) -> Attention:
+        """How steps write and attend; chosen, and logged, when first asked for."""
+        return choose_attention(self.config.attention, self.run_time, self.layout, self.placement.mesh)
+
+
+def shape_options(platform: str) -> dict[str, Any]:
+    """Options of `StepShapes` for a kind of device.
+
+    On a GPU, decode steps run several in one program, about ten milliseconds of work: between two programs the host has
+    to schedule, pack and dispatch, which takes a millisecond or two. The sampler's variant is chosen on the host, since
+    the queue would run dry while the host looks at what the device chose. On a CPU none of this gains anything, and
+    programs are few, because they take ten seconds each to compile.
+    """
+    if platform == "cpu":
+        return {}
+    return {"iterations": lambda rows: 8 if rows <= 64 else 2, "samplers": SAMPLERS}
