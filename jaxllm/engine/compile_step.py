@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jaxllm.cache.kv_array import KVLayout
 from jaxllm.engine.device_state import placed
+from jaxllm.engine.executables import watch_for_cache_hits
 from jaxllm.engine.spec import RunnerSpec
 from jaxllm.engine.step_program import step_function
 from jaxllm.engine.step_shape import PackedLayout, StepShape
@@ -48,8 +49,9 @@ def compile_step(
     jitted = jax.jit(step, donate_argnums=(1, 2), out_shardings=out)
     with _LOWERING, spec.placement.own_mesh():
         lowered = jitted.lower(weights.leaves, layout.abstract(num_blocks, spec.placement), state, packed)
-    compiled = lowered.compile(compiler_options=options)
-    if executables is not None:
+    with watch_for_cache_hits() as hits:
+        compiled = lowered.compile(compiler_options=options)
+    if executables is not None and not hits:
         executables.store(compiled, *facts)
     return compiled
 

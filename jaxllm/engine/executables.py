@@ -9,6 +9,9 @@ import logging
 import os
 import pickle
 import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,31 @@ import jaxllm
 import kernels_pallas
 
 logger = logging.getLogger(__name__)
+
+
+_watching = threading.local()
+
+
+def _notice(event: str, **_: Any) -> None:
+    if event == "/jax/compilation_cache/cache_hits" and (hits := getattr(_watching, "hits", None)) is not None:
+        hits.append(event)
+
+
+jax.monitoring.register_event_listener(_notice)
+
+
+@contextmanager
+def watch_for_cache_hits() -> Iterator[list[str]]:
+    """What this thread takes from JAX's compilation cache meanwhile.
+
+    A program from there must not be kept again: read from disk twice, it can lack functions when it runs (on CPUs).
+    """
+    hits: list[str] = []
+    _watching.hits = hits
+    try:
+        yield hits
+    finally:
+        _watching.hits = None
 
 
 class ExecutableCache:

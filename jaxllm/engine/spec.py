@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -88,7 +89,9 @@ class RunnerSpec:
         facts = (self.model, self.run_time, self.placement, self.dtype, self.attention, config.max_rows, known)
         mesh = self.placement.mesh
         where = (mesh.devices.shape, mesh.axis_names)
-        return ExecutableCache(executables_folder(), list(mesh.devices.flat), *facts, where, self.max_model_len)
+        # On CPUs, and for several processes, JAX's own cache has to do.
+        folder = executables_folder() if self.platform == "gpu" and jax.process_count() == 1 else None
+        return ExecutableCache(folder, list(mesh.devices.flat), *facts, where, self.max_model_len)
 
     @cached_property
     def attention(self) -> Attention:

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from jaxllm.engine.executables import ExecutableCache
+from jaxllm.engine.executables import ExecutableCache, watch_for_cache_hits
 
 
 def multiply(factor: int) -> jax.stages.Compiled:
@@ -29,6 +30,20 @@ def test_a_program_is_found_by_all_its_facts(tmp_path: Path) -> None:
     assert ExecutableCache(tmp_path / "programs", devices, "model", 3).load("shape") is None
     assert ExecutableCache(tmp_path / "programs", jax.devices()[1:2], "model", 2).load("shape") is None
     assert len(list((tmp_path / "programs").iterdir())) == 2
+
+
+def test_programs_from_jaxs_cache_are_noticed() -> None:
+    """Two compilations of one program: the second comes from the folder that the tests have."""
+    shift = np.random.default_rng().integers(2**31)  # nobody compiled this before
+
+    def compile_it() -> None:
+        jax.jit(lambda x: x + int(shift)).lower(jnp.zeros(4)).compile()
+
+    with watch_for_cache_hits() as first:
+        compile_it()
+    with watch_for_cache_hits() as second:
+        compile_it()
+    assert not first and second
 
 
 def test_a_damaged_program_is_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
