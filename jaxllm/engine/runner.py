@@ -135,15 +135,15 @@ class Runner:
             What comes of it, on its way to the host, for `collect`.
         """
         seats = self.seats
-        seats.update(step.rows)
+        seat = seats.update(step.rows)
         if seats.newcomers:
             newcomers = [request for request in seats.newcomers if request.seat is not None]
             self.state = self.updates.admit(self.state, newcomers)
             seats.newcomers.clear()
         if step.masks is not None:
             self.state = self.updates.set_masks(self.state, *step.masks)
-        program = self.programs[self.shapes.fitting(step, seats.level(step.rows), seats.wants_prompt_logprobs)]
-        packed = self.spec.placement.put(program.layout.pack(step, self.seats))
+        program = self.programs[self.shapes.fitting(step, seats.level(seat), seats.wants_prompt_logprobs)]
+        packed = self.spec.placement.put(program.layout.pack(step, seats, seat))
         results, self.kv, self.state = program.compiled(self.weights.leaves, self.kv, self.state, packed)
         results = results._replace(
             logprobs=results.logprobs if seats.wants_logprobs else None,

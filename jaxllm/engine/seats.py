@@ -37,7 +37,7 @@ class Seats:
         extras: int32 `[seats]`, what lies in the state on the device (`device_state.extras_of`).
         wants_logprobs: whether a row of the last update asks for log probabilities of its output.
         wants_prompt_logprobs: whether one does so for prompt tokens that it computes.
-        newcomers: requests that have come to their seats since `admitted`, of those with extras.
+        newcomers: requests with extras that have come to their seats and are not yet in the state on the device.
         levels: int32 `[seats]`, the first of the sampler's variants that serves it.
     """
 
@@ -92,9 +92,9 @@ class Seats:
         )
         return found
 
-    def level(self, rows: Sequence[ScheduledRow]) -> int:
-        """The first of the sampler's variants that serves all `rows`; call `update` before."""
-        return max(int(self.levels[row.request.seat]) for row in rows) if len(self._samplers) > 1 else 0
+    def level(self, seat: Int32[np.ndarray, "rows"]) -> int:
+        """The first of the sampler's variants that serves the requests at all these seats."""
+        return int(self.levels[seat].max())
 
     def _level(self, params: SamplingParams) -> int:
         needed = params.variant(self._processors)

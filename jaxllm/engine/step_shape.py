@@ -183,11 +183,16 @@ class PackedLayout:
         view["seat"][:] = np.iinfo(np.int32).max
         return buffer, view
 
-    def pack(self, step: Step, seats: Seats) -> Int32[np.ndarray, "size"]:
-        """Write a step into a new buffer; rows and tokens beyond the step's are padding."""
+    def pack(self, step: Step, seats: Seats, seat: Int32[np.ndarray, "step_rows"]) -> Int32[np.ndarray, "size"]:
+        """Write a step into a new buffer; rows and tokens beyond the step's are padding.
+
+        Args:
+            step: to write.
+            seats: what is repeated in every step of its rows.
+            seat: theirs, as `seats.update` returned it.
+        """
         buffer, view = self.empty()
         rows, count = step.rows, len(step.rows)
-        seat = seats.update(rows)
         view["seat"][:count] = seat
         view["params"][:count] = seats.params[seat]
         view["extras"][:count] = seats.extras[seat]

@@ -120,7 +120,8 @@ def test_packing_and_unpacking_a_step() -> None:
         request.num_pending_tokens += 1  # what this step samples
         rows.append(ScheduledRow(request, start, count, 1, 0))
     layout = PackedLayout(StepShape(64, 8, False, 12))
-    buffer = layout.pack(Step(tuple(rows), 40, False), Seats(8, 12))
+    seats = Seats(8, 12)
+    buffer = layout.pack(Step(tuple(rows), 40, False), seats, seats.update(rows))
     assert buffer.nbytes == layout.nbytes
     assert all(where.start % 64 == 0 for where, _ in layout.fields.values())  # kernels take no others
 
