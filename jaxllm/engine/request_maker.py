@@ -123,8 +123,8 @@ class RequestMaker:
 
     def _check_ids(self, name: str, ids: Sequence[int]) -> None:
         vocabulary = self.spec.model.vocab_size
-        wrong = [token for token in ids if not 0 <= token < vocabulary]
-        if wrong:
+        if ids and not (min(ids) >= 0 and max(ids) < vocabulary):
+            wrong = [token for token in ids if not 0 <= token < vocabulary]
             raise ValueError(f"{name} has token id {wrong[0]}; the model's ids are 0 to {vocabulary - 1}")
 
     def _is_known(self, token: int) -> bool:
