@@ -115,7 +115,7 @@ def paged_attend(
     Args:
         attention: which implementation.
         batch: the step's rows and pages.
-        decode: every row has one token.
+        decode: one query a row, its last token; K and V may still be of more.
         heads: query heads over all devices.
         layout: of the KV cache.
         placement: whose tensor axes the KV heads are divided among.
@@ -124,7 +124,11 @@ def paged_attend(
     plan: Any
     run: Callable[..., tuple[Array, KVArray]]
     if attention is Attention.XLA:
-        plan = query_tiles(batch, max_q_len=1 if decode else batch.slots.shape[0])
+        plan = (
+            query_tiles(last_tokens(batch), max_q_len=1)
+            if decode
+            else query_tiles(batch, max_q_len=batch.slots.shape[0])
+        )
         run = _xla
     else:
         plan = _mosaic_plan(batch, decode, heads // layout.tensor_parallel_size, layout)
@@ -143,6 +147,12 @@ def paged_attend(
         return sharded(plan, batch, q, k, v, kv)
 
     return attend
+
+
+def last_tokens(batch: PagedBatch) -> PagedBatch:
+    """The batch with only the last token of each row."""
+    rows = batch.context_lens.shape[0]
+    return batch._replace(slots=batch.slots[:rows], cu_q_lens=jnp.arange(rows + 1, dtype=jnp.int32))
 
 
 def _xla(

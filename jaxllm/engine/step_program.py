@@ -1,6 +1,7 @@
 """What one step computes: the model over its tokens and one sampled token per row, or several decode steps in turn."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -71,6 +72,8 @@ def step_function(
     graphdef, treedef, heads = weights.graphdef, weights.treedef, weights.config.num_attention_heads
     reports, remembers = reports_logprobs(shape.sampler), keeps_history(shape.sampler)
     fused = shape.decode and small_batch.fits(attention, weights.config, layout, shape.rows)
+    # Of a prompt only the last token is sampled from, unless log probabilities of all are asked for.
+    last_only = not (shape.decode or reports) and shape.tokens >= _LAST_ONLY * shape.rows
 
     def forward(
         leaves: Sequence[jax.Array],
@@ -83,20 +86,21 @@ def step_function(
         state: DeviceState,
     ) -> tuple[Chosen, TokenLogprobs | None, KVArray]:
         model: Decoder = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
-        attend = paged_attend(attention, batch, decode=shape.decode, heads=heads, layout=layout, placement=placement)
+        attend = partial(paged_attend, attention, batch, heads=heads, layout=layout, placement=placement)
+        last = jnp.maximum(batch.cu_q_lens[1:] - 1, 0)
         if fused:
             hidden, kv = small_batch.paged(model, tokens, positions, batch, kv, layout)
         else:
-            hidden, kv = model.paged(tokens, positions, attend, kv)
+            wanted = (last, attend(decode=True)) if last_only else None
+            hidden, kv = model.paged(tokens, positions, attend(decode=shape.decode), kv, wanted)
 
         def project(hidden: Array) -> Array:
             return lax.with_sharding_constraint(model.logits(hidden), placement.logits)
 
-        last = jnp.maximum(batch.cu_q_lens[1:] - 1, 0)
         suppressed = jnp.where((iteration < fields.suppress)[:, None], fields.sampling.suppressed, _NO_TOKEN)
         inputs = fields.sampling._replace(position=batch.context_lens, suppressed=suppressed)
         chosen = choose(
-            project(hidden[last]),
+            project(hidden if last_only else hidden[last]),
             inputs,
             fields.extras,
             fields.seat,
@@ -182,6 +186,10 @@ def step_function(
 
 
 _NO_TOKEN = jnp.iinfo(jnp.int32).max
+
+_LAST_ONLY = 4
+"""From so many tokens per row on, the last block of a mixed step computes the rows' last tokens only: it is worth the
+second way through a block, which takes time to compile."""
 
 
 def _targets(tokens: Int[Array, "tokens"], fields: StepFields) -> Int[Array, "tokens"]:

@@ -65,15 +65,29 @@ class SelfAttention(nnx.Module):
         layer: int | Int[Array, ""],
         attend: Attend[Cache],
         cache: Cache,
-    ) -> tuple[Float[Array, "*batch hidden"], Cache]:
-        """Attention of one layer; `angles` are cosine and sine of the tokens' positions."""
-        heads = (*x.shape[:-1], -1, self.head_dim)
-        q, k, v = (proj(x).reshape(heads) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        queries: Int[Array, "wanted"] | None = None,
+    ) -> tuple[Float[Array, "*asking hidden"], Cache]:
+        """Attention of one layer.
+
+        Args:
+            x: normalised hidden states.
+            angles: cosine and sine of the tokens' positions.
+            layer: which.
+            attend: how attention finds its context.
+            cache: where.
+            queries: of `x [tokens, hidden]`, the tokens whose output is wanted; K and V are computed of all.
+        """
+        asking, asking_angles = (
+            (x, angles) if queries is None else (x[queries], (angles[0][queries], angles[1][queries]))
+        )
+        q, k, v = (
+            proj(source).reshape(*source.shape[:-1], -1, self.head_dim)
+            for proj, source in ((self.q_proj, asking), (self.k_proj, x), (self.v_proj, x))
+        )
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, *angles), rotate(k, *angles)
-        out, cache = attend(layer, q, k, v, cache)
-        return self.o_proj(out.reshape(*x.shape[:-1], -1)), cache
+        out, cache = attend(layer, rotate(q, *asking_angles), rotate(k, *angles), v, cache)
+        return self.o_proj(out.reshape(*asking.shape[:-1], -1)), cache
 
 
 class MLP(nnx.Module):
@@ -107,10 +121,11 @@ class DecoderLayer(nnx.Module):
         layer: int | Int[Array, ""],
         attend: Attend[Cache],
         cache: Cache,
-    ) -> tuple[Float[Array, "*batch hidden"], Cache]:
+        queries: Int[Array, "wanted"] | None = None,
+    ) -> tuple[Float[Array, "*asking hidden"], Cache]:
         """One block; see `SelfAttention` for the arguments."""
-        attended, cache = self.self_attn(self.input_layernorm(x), angles, layer, attend, cache)
-        x = x + attended
+        attended, cache = self.self_attn(self.input_layernorm(x), angles, layer, attend, cache, queries)
+        x = (x if queries is None else x[queries]) + attended
         return x + self.mlp(self.post_attention_layernorm(x)), cache
 
 
@@ -153,15 +168,22 @@ class Decoder(nnx.Module):
         return self.layers[index](x, angles, index, attend_densely, None)[0]
 
     def paged(
-        self, tokens: Int[Array, "tokens"], positions: Int[Array, "tokens"], attend: Attend[Cache], cache: Cache
-    ) -> tuple[Float[Array, "tokens hidden"], Cache]:
+        self,
+        tokens: Int[Array, "tokens"],
+        positions: Int[Array, "tokens"],
+        attend: Attend[Cache],
+        cache: Cache,
+        wanted: tuple[Int[Array, "wanted"], Attend[Cache]] | None = None,
+    ) -> tuple[Float[Array, "asking hidden"], Cache]:
         """Normalised hidden states of a step's tokens, and the cache with their keys and values.
 
         Args:
             tokens: flattened tokens of all rows.
             positions: their positions in their sequences.
-            attend: writes K and V and attends over the pages (`jaxllm.engine.step_program`).
+            attend: writes K and V and attends over the pages (`jaxllm.engine.attention`).
             cache: the paged KV cache.
+            wanted: the tokens whose hidden states are returned, where not all are, and how these attend in the last
+                block, which then computes nothing but K and V of the others.
         """
         angles = self.angles(positions)
         x = self.embed_tokens(tokens)
@@ -172,8 +194,12 @@ class Decoder(nnx.Module):
         def block(state: Any, index: Int[Array, ""], x: Array, cache: Any) -> tuple[Array, Any]:
             return nnx.merge(graphdef, state)(x, angles, index, attend, cache)
 
-        for index, layer in enumerate(self.layers):
+        blocks = list(enumerate(self.layers))
+        for index, layer in blocks if wanted is None else blocks[:-1]:
             x, cache = block(nnx.state(layer), jnp.int32(index), x, cache)
+        if wanted is not None:
+            (index, layer), (queries, attend_last) = blocks[-1], wanted
+            x, cache = layer(x, angles, index, attend_last, cache, queries)
         return self.norm(x), cache
 
     def logits(self, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
