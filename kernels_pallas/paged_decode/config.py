@@ -5,6 +5,14 @@ import dataclasses
 from kernels_pallas.hopper import MULTIPROCESSORS, SHARED_MEMORY_PER_BLOCK, shared_memory_bytes
 
 
+def reduction_scratch(window: int) -> int:
+    """Bytes of shared memory for maxima and sums across warps: what one such reduction takes, at most Mosaic GPU's own.
+
+    It is this little that lets four thread blocks of a float8 cache share a multiprocessor.
+    """
+    return min(2048, 1024 * (window // 8))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeConfig:
     """How the decode kernel cuts its work.
@@ -38,12 +46,23 @@ class DecodeConfig:
         Args:
             head_dim: size of a head.
             window: query rows a block computes.
-            kv_itemsize: bytes of a number in the cache; 1 if K and V are converted to 16 bits first.
+            kv_itemsize: bytes of a number in the cache; 1 if V is converted to 16 bits first, and queries to 8.
         """
         tile = ((self.stages, self.step, head_dim), kv_itemsize)
-        converted = ((self.step if kv_itemsize == 1 else 0, head_dim), 2)
         queries = ((window, head_dim), 2)
-        return shared_memory_bytes(tile, tile, converted, queries, ((window, self.step), 2), queries)
+        newest = ((2, head_dim), kv_itemsize)
+        common = (
+            tile,
+            tile,
+            queries,
+            ((window, self.step), 2),
+            ((window,), 4),
+            newest,
+            ((reduction_scratch(window),), 1),
+        )
+        if kv_itemsize > 1:
+            return shared_memory_bytes(*common, queries)
+        return shared_memory_bytes(*common, ((self.step, head_dim), 2), ((2 * window, head_dim), 1))
 
     def check(self, *, head_dim: int, window: int, block_size: int, kv_itemsize: int) -> None:
         """ValueError if the kernel cannot run with these sizes."""

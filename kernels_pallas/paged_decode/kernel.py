@@ -12,6 +12,9 @@ from jax import lax
 
 from kernels_pallas.hopper import MATRIX_TILES, KVLayout, row_tiles
 from kernels_pallas.paged_decode.config import DecodeConfig
+from kernels_pallas.paged_decode.merge import count_down, merge_pieces
+from kernels_pallas.paged_decode.plan import FIELDS
+from kernels_pallas.paged_decode.queries import PARTS, join_parts, split_queries
 from kernels_pallas.paged_decode.window import window_start, write_group
 from kernels_pallas.warpgroup import Ref, convert, product, zero_rows
 
@@ -20,8 +23,9 @@ from kernels_pallas.warpgroup import Ref, convert, product, zero_rows
 class DecodeShape:
     """The static sizes the kernel is specialised for.
 
-    `kv_dtype` is the cache's; `dtype` is what is multiplied: the same, or float16 for a quantized cache, which holds
-    every float8 exactly. `cut` and `complete` are the plan's.
+    `kv_dtype` is the cache's; `dtype` that of V and its weights when they are multiplied: the same, or float16 for a
+    quantized cache, which holds every float8 exactly. `cut` is the plan's. `writes` says that the newest token of each
+    row is not in its page yet, `in_order` that thread blocks run one after another, as they do in the interpreter.
     """
 
     kv: KVLayout
@@ -34,7 +38,8 @@ class DecodeShape:
     dtype: Any
     out_dtype: Any
     cut: bool
-    complete: bool
+    writes: bool
+    in_order: bool
 
     @property
     def copies(self) -> int:
@@ -43,67 +48,85 @@ class DecodeShape:
 
     @property
     def quantized(self) -> bool:
-        """Whether K and V are converted before they are multiplied."""
+        """Whether V is converted before it is multiplied, and K multiplied as it is."""
         return bool(self.kv_dtype != self.dtype)
 
     def scratch(self) -> list[Any]:
         """Shared memory and barriers, in the order of `_Scratch`."""
         stages, step, head_dim, window = self.config.stages, self.config.step, self.kv.head_dim, self.window
-        loaded = plgpu.SMEM((stages, step, head_dim), self.kv_dtype, transforms=row_tiles(head_dim, self.kv_dtype))
-        converted = plgpu.SMEM((step, head_dim), self.dtype, transforms=MATRIX_TILES) if self.quantized else None
+        narrow = row_tiles(head_dim, self.kv_dtype)
+        loaded = plgpu.SMEM((stages, step, head_dim), self.kv_dtype, transforms=narrow)
         barrier = plgpu.Barrier(num_arrivals=self.copies, num_barriers=stages)
+        quantized = [
+            plgpu.SMEM((step, head_dim), self.dtype, transforms=MATRIX_TILES),
+            plgpu.SMEM((PARTS * window, head_dim), self.kv_dtype, transforms=narrow),
+        ]
         return [
             loaded,
             loaded,
-            converted,
-            plgpu.SMEM((window, head_dim), self.dtype, transforms=MATRIX_TILES),
+            None if self.quantized else plgpu.SMEM((window, head_dim), self.out_dtype, transforms=MATRIX_TILES),
             plgpu.SMEM((window, step), self.dtype, transforms=MATRIX_TILES),
             plgpu.SMEM((window, head_dim), self.out_dtype),
+            plgpu.SMEM((window,), jnp.float32),
             barrier,
             barrier,
             plgpu.Barrier(),
+            *(quantized if self.quantized else (None, None)),
+            *(
+                (plgpu.SMEM((2, head_dim), self.kv_dtype), plgpu.Barrier(num_arrivals=2))
+                if self.writes
+                else (None, None)
+            ),
         ]
 
 
 class _Scratch(NamedTuple):
+    """Shared memory and barriers; None where the kernel has no use for them."""
+
     k: Ref  # [stages, step, head_dim], as in the cache
     v: Ref
-    converted: Ref | None  # [step, head_dim], K's and then V's: less memory, more thread blocks a multiprocessor
-    q: Ref  # [window, head_dim]
+    q: Ref  # [window, head_dim]; not of a quantized cache
     p: Ref  # [window, step]
-    out: Ref  # [window, head_dim], row-major
+    out: Ref  # [window, head_dim], row-major; where queries become float8, first theirs
+    words: Ref  # [window]: scales of the queries, then the count of pieces
     k_loaded: Ref
     v_loaded: Ref
     q_loaded: Ref
+    converted: Ref  # of a quantized cache: V [step, head_dim]
+    q_parts: Ref  # and queries [PARTS * window, head_dim]
+    newest: Ref  # K and V of the row's newest token, if it is to be written
+    newest_loaded: Ref
 
 
 def decode_kernel(
     shape: DecodeShape,
     layer_ref: Ref,
-    item_row_ref: Ref,
-    item_token_ref: Ref,
-    item_begin_ref: Ref,
-    item_end_ref: Ref,
-    row_items_ref: Ref,
-    scales_ref: Ref,
+    items_ref: Ref,
+    pending_ref: Ref,
     tables_ref: Ref,
     q_ref: Ref,
     kv_ref: Ref,
-    out_ref: Ref,
-    lse_ref: Ref,
     *rest: Ref,
 ) -> None:
     """Attention of one group of query heads over the item's piece of its row's context.
 
-    A piece that is its row's whole context is written to `out_ref`; others go to `rest[0]`, to be merged.
+    A piece that is its row's whole context is written to the output. Others go to memory of their own; the block that
+    finishes last of a row's merges them.
     """
-    partial_ref, scratch = (rest[0], _Scratch(*rest[1:])) if shape.cut else (None, _Scratch(*rest))
+    refs = iter(rest)
+    scales_ref = next(refs) if shape.quantized else None
+    newest_refs = (next(refs), next(refs)) if shape.writes else None
+    out_ref, lse_ref = next(refs), next(refs)
+    pieces_ref, piece_lse_ref = (next(refs), next(refs)) if shape.cut else (None, None)
+    scratch = _Scratch(*refs)
     config, layout = shape.config, shape.kv
     step, stages, head_dim, window = config.step, config.stages, layout.head_dim, shape.window
 
     block = lax.axis_index("block")
     item, head = block // layout.kv_heads, block % layout.kv_heads
-    row, token, begin, end = item_row_ref[item], item_token_ref[item], item_begin_ref[item], item_end_ref[item]
+    row, token, first, items, piece, context = (items_ref[field, item] for field in range(len(FIELDS)))
+    begin = (item - first) * piece
+    end = jnp.minimum(begin + piece, context)
     steps = pl.cdiv(end - begin, step)
     first_row = (token * layout.kv_heads + head) * shape.group
     start = pl.multiple_of(window_start(first_row, window, shape.query_rows), 8)
@@ -133,21 +156,48 @@ def decode_kernel(
     load_k = functools.partial(load, tiles=scratch.k, ready=scratch.k_loaded, offset=0)
     load_v = functools.partial(load, tiles=scratch.v, ready=scratch.v_loaded, offset=layout.value_offset)
 
-    @pl.when(steps > 0)
+    def load_both(index: jax.Array) -> None:
+        pages = pages_of(index)
+        load_k(index, pages)
+        load_v(index, pages)
+
+    def load_newest(refs: tuple[Ref, Ref]) -> None:
+        for part, ref in enumerate(refs):
+            plgpu.copy_gmem_to_smem(ref.at[token, head], scratch.newest.at[part], scratch.newest_loaded)
+
+    def write_newest() -> None:
+        page, offset = pages_of(steps - 1)[-1], lax.rem(end - 1, layout.block_size)
+        plgpu.barrier_wait(scratch.newest_loaded)
+        for part, skip in enumerate((0, layout.value_offset)):
+            plgpu.copy_smem_to_gmem(scratch.newest.at[part], kv_ref.at[page + skip, offset])
+
+        @pl.when(steps <= stages)
+        def _() -> None:
+            plgpu.wait_smem_to_gmem(0)
+            load_both(steps - 1)
+
+    if newest_refs is None:
+        has_newest, before_newest = jnp.bool_(False), steps
+    else:  # the last step's page is read after the newest token has been written to it
+        has_newest = jnp.logical_and(end == context, steps > 0)
+        before_newest = jnp.where(has_newest, steps - 1, steps)
+
+    @pl.when(items > 0)
     def _() -> None:
-        plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(start, window)], scratch.q, scratch.q_loaded)
+        if newest_refs is not None:
+            pl.when(has_newest)(functools.partial(load_newest, newest_refs))
         for index in range(stages):
-
-            @pl.when(index < steps)
-            def _(index: int = index) -> None:
-                at = jnp.int32(index)
-                pages = pages_of(at)
-                load_k(at, pages)
-                load_v(at, pages)
-
+            pl.when(index < before_newest)(functools.partial(load_both, jnp.int32(index)))
+        if newest_refs is not None:
+            pl.when(has_newest)(write_newest)
+        queries = scratch.out if shape.quantized else scratch.q
+        plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(start, window)], queries, scratch.q_loaded)
         plgpu.barrier_wait(scratch.q_loaded)
         score_scale, value_scale = shape.scale_log2, 1.0
-        if shape.quantized:
+        if scales_ref is not None:
+            split_queries(queries, scratch.q_parts, scratch.words)
+            plgpu.commit_smem()
+            queries = scratch.q_parts
             score_scale, value_scale = shape.scale_log2 * scales_ref[0], scales_ref[1]
 
         def body(index: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
@@ -158,26 +208,21 @@ def decode_kernel(
             pages = pages_of(jnp.minimum(following, steps - 1))
             remaining = end - begin - index * step
 
-            def refill_k() -> None:
-                pl.when(following < steps)(lambda: load_k(following, pages))
-
-            def refill_v() -> None:
-                pl.when(following < steps)(lambda: load_v(following, pages))
+            def refill(load: Any) -> None:
+                pl.when(following < steps)(lambda: load(following, pages))
 
             plgpu.barrier_wait(scratch.k_loaded.at[slot])
-            keys = scratch.k.at[slot]
-            if scratch.converted is not None:
-                convert(keys, scratch.converted)
-                plgpu.commit_smem()
-                keys = scratch.converted
-                refill_k()
-            scores = product((step, window), keys, scratch.q.transpose((1, 0)))
+            scores = product((step, queries.shape[0]), scratch.k.at[slot], queries.transpose((1, 0)))
+            if shape.quantized:
+                scores = join_parts(scores, scratch.words)
             token_in_step = plgpu.broadcasted_iota(jnp.int32, (step, window), 0, layout=plgpu.Layout.WGMMA)
             scores = jnp.where(token_in_step < remaining, scores * score_scale, -jnp.inf)
             new_highest = jnp.maximum(highest, scores.max(axis=0))
-
-            if scratch.converted is None:
-                refill_k()
+            if shape.writes:
+                # Its own write, which was begun before the first step, must have arrived.
+                last_is_next = jnp.logical_and(has_newest, following == steps - 1)
+                pl.when(last_is_next)(lambda: plgpu.wait_smem_to_gmem(0))
+            refill(load_k)
 
             shrink = jnp.exp2(highest - new_highest)
             weights = jnp.exp2(scores - lax.broadcast_in_dim(new_highest, scores.shape, [1]))
@@ -187,18 +232,18 @@ def decode_kernel(
 
             plgpu.barrier_wait(scratch.v_loaded.at[slot])
             values = scratch.v.at[slot]
-            if scratch.converted is not None:
+            if shape.quantized:
                 convert(values, scratch.converted)
                 values = scratch.converted
-                refill_v()
+                refill(load_v)
             # A weight of zero does not remove the NaN an unwritten slot may hold.
             pl.when(remaining < step)(functools.partial(zero_rows, values, remaining))
             plgpu.commit_smem()
             added = product((head_dim, window), values.transpose((1, 0)), scratch.p.transpose((1, 0)))
             acc = acc * lax.broadcast_in_dim(shrink, acc.shape, [1]) + added
 
-            if scratch.converted is None:
-                refill_v()
+            if not shape.quantized:
+                refill(load_v)
             return new_highest, weight_sum, acc
 
         by_column = plgpu.Layout.WGMMA.reduce(0)
@@ -213,30 +258,30 @@ def decode_kernel(
             ),
         )
         total = weight_sum.sum(axis=0)
-        acc = acc * lax.broadcast_in_dim(value_scale / total, acc.shape, [1])
+        # A row without context has neither weights nor values: zeros, and the logarithm of zero.
+        factor = value_scale / jnp.where(total > 0, total, jnp.ones_like(total))
+        acc = acc * lax.broadcast_in_dim(factor, acc.shape, [1])
         lse = highest + jnp.log2(total)
-        whole = (row_items_ref[row] == 1) if shape.cut else True
 
-        def write_whole() -> None:
-            write_group(acc, scratch.out, out_ref, first_row, start, shape.group)
-
-        if partial_ref is None:
-            write_whole()
+        def write(result: jax.Array, lse: jax.Array) -> None:
+            write_group(result, scratch.out, out_ref, first_row, start, shape.group)
             lse_ref[row * layout.kv_heads + head] = lse
-        else:
-            lse_ref[block] = lse
-            pl.when(whole)(write_whole)
 
-            @pl.when(jnp.logical_not(whole))
-            def _() -> None:
-                partial_ref[block] = acc
+        if pieces_ref is None or piece_lse_ref is None:
+            write(acc, lse)
+            return
+        pl.when(items == 1)(functools.partial(write, acc, lse))
 
-    if shape.complete and not shape.cut:
-
-        @pl.when(steps == 0)
+        @pl.when(items > 1)
         def _() -> None:
-            lse_ref[row * layout.kv_heads + head] = plgpu.layout_cast(
-                jnp.full((window,), -jnp.inf, jnp.float32), plgpu.Layout.WGMMA.reduce(0)
-            )
-            zeros = plgpu.layout_cast(jnp.zeros((head_dim, window), jnp.float32), plgpu.Layout.WGMMA)
-            write_group(zeros, scratch.out, out_ref, first_row, start, shape.group)
+            pieces_ref[block] = acc
+            piece_lse_ref[block] = lse
+            if shape.in_order:
+                last = item == first + items - 1
+            else:
+                counter = pending_ref.at[pl.ds(row * layout.kv_heads + head, 1)]
+                last = count_down(counter, items, scratch.words) == 1
+
+            @pl.when(last)
+            def _() -> None:
+                write(*merge_pieces(pieces_ref, piece_lse_ref, first * layout.kv_heads + head, items, layout.kv_heads))

@@ -6,7 +6,10 @@ costs registers and shared memory that hold bytes in flight. The running softmax
 contexts and merging by their log-sum-exp is flash-decoding's. One warpgroup loads and computes: three thread blocks
 share a multiprocessor and hide one another's latency.
 
-A float8 cache is read as such and converted to float16 in shared memory, as wgmma takes a transposed V only in 16 bits.
+Pieces of a cut row are merged by the last of its thread blocks to finish, in the same launch.
+
+Of a float8 cache K is multiplied as it is, with queries in two parts, and V converted to float16 in shared memory, as
+wgmma takes a transposed V only in 16 bits: shared memory is what limits that kernel.
 """
 
 import functools
@@ -16,13 +19,13 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
-from kernels_pallas.hopper import LOG2_E, check_attention_arguments
-from kernels_pallas.paged_decode.config import DecodeConfig
+from kernels_pallas.hopper import LOG2_E, OPERAND_ALIGNMENT, KVLayout, check_attention_arguments
+from kernels_pallas.paged_decode.config import DecodeConfig, reduction_scratch
 from kernels_pallas.paged_decode.kernel import DecodeShape, decode_kernel
-from kernels_pallas.paged_decode.merge import merge_pieces
 from kernels_pallas.paged_decode.plan import DecodePlan, plan_decode
 from kernels_pallas.paged_decode.tuned import tuned_config
 from kernels_pallas.paged_decode.window import padded_query_rows, select_heads, window_rows
+from kernels_pallas.warpgroup import Ref
 
 QUANTIZED_DTYPES = (jnp.float8_e4m3fn,)
 
@@ -62,6 +65,86 @@ def paged_decode(
     Raises:
         ValueError: for shapes, dtypes or configurations the kernel cannot run.
     """
+    plan = _checked_plan(q, kv, block_tables, context_lens, plan, config)
+    scales = jnp.stack([jnp.asarray(k_scale, jnp.float32), jnp.asarray(v_scale, jnp.float32)])
+    out, lse, _ = _paged_decode(
+        q, kv, None, jnp.asarray(layer, jnp.int32), block_tables, plan, scales, scale=scale, interpret=interpret
+    )
+    return out, lse
+
+
+def paged_decode_write(
+    q: Float[Array, "rows heads head_dim"],
+    k: Float[Array, "rows kv_heads head_dim"],
+    v: Float[Array, "rows kv_heads head_dim"],
+    kv: Float[Array, "layers 2 num_blocks kv_heads block_size head_dim"],
+    layer: int | Int32[Array, ""],
+    block_tables: Int32[Array, "rows max_blocks"],
+    context_lens: Int32[Array, " rows"],
+    *,
+    scale: float,
+    k_scale: float | Float[Array, ""] = 1.0,
+    v_scale: float | Float[Array, ""] = 1.0,
+    plan: DecodePlan | None = None,
+    config: DecodeConfig | None = None,
+    interpret: plgpu.InterpretGPUParams | None = None,
+) -> tuple[
+    Float[Array, "rows heads head_dim"],
+    Float[Array, "rows heads"],
+    Float[Array, "layers 2 num_blocks kv_heads block_size head_dim"],
+]:
+    """`paged_decode` after writing each row's newest token, at `context_lens[r] - 1`, into its page: one launch.
+
+    `kv` is written in place where XLA may reuse it: donate it to the surrounding `jit`, and read the old value nowhere
+    after this call. A page that a row writes to must not be another row's.
+
+    Args:
+        q: as in `paged_decode`.
+        k: the newest tokens' keys, in the cache's dtype.
+        v: their values.
+        kv: as in `paged_decode`, as are all that follow.
+        layer: index of the layer.
+        block_tables: pages of each row.
+        context_lens: tokens of context, the newest included.
+        scale: factor of the scores.
+        k_scale: factor of a float8 cache's K, by which `k` has been divided.
+        v_scale: factor of its V.
+        plan: division of the work.
+        config: tuning parameters where no plan is given.
+        interpret: run in the interpreter.
+
+    Returns:
+        Outputs and log-sum-exp as of `paged_decode`, and `kv`.
+
+    Raises:
+        ValueError: as `paged_decode`, and for a `k` or `v` that does not match.
+    """
+    plan = _checked_plan(q, kv, block_tables, context_lens, plan, config)
+    layout = KVLayout.of(kv)
+    expected = (q.shape[0], layout.kv_heads, layout.head_dim)
+    for name, value in (("k", k), ("v", v)):
+        if value.shape != expected or value.dtype != kv.dtype:
+            raise ValueError(
+                f"{name} is {value.dtype}{list(value.shape)}; expected {kv.dtype}{list(expected)} to match kv. Cast it."
+            )
+    if q.shape[0] == 1 and layout.head_dim * kv.dtype.itemsize % OPERAND_ALIGNMENT:
+        # A slice of one token is contiguous and may start in the middle of another array. Padded, it is an array.
+        k, v = (jnp.pad(values, ((0, 1), (0, 0), (0, 0))) for values in (k, v))
+    scales = jnp.stack([jnp.asarray(k_scale, jnp.float32), jnp.asarray(v_scale, jnp.float32)])
+    return _paged_decode(
+        q, kv, (k, v), jnp.asarray(layer, jnp.int32), block_tables, plan, scales, scale=scale, interpret=interpret
+    )
+
+
+def _checked_plan(
+    q: jax.Array,
+    kv: jax.Array,
+    block_tables: jax.Array,
+    context_lens: jax.Array,
+    plan: DecodePlan | None,
+    config: DecodeConfig | None,
+) -> DecodePlan:
+    """The given plan or a new one; ValueError for arguments the kernel cannot run."""
     layout = check_attention_arguments(q, kv, QUANTIZED_DTYPES)
     if plan is None:
         config = config or tuned_config(layout.head_dim, rows=q.shape[0], kv_heads=layout.kv_heads)
@@ -69,33 +152,33 @@ def paged_decode(
         plan = plan_decode(context_lens, kv_heads=layout.kv_heads, max_context=max_context, config=config)
     if not plan.complete:
         raise ValueError("plan is of decode rows among others; expected one from plan_decode without row_tokens")
-    return _paged_decode(
-        q, kv, jnp.asarray(layer, jnp.int32), block_tables, plan,
-        jnp.asarray(k_scale, jnp.float32), jnp.asarray(v_scale, jnp.float32),
-        scale=scale, interpret=interpret,
-    )  # fmt: skip
+    return plan
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "interpret"))
 def _paged_decode(
     q: jax.Array,
     kv: jax.Array,
+    newest: tuple[jax.Array, jax.Array] | None,
     layer: jax.Array,
     block_tables: jax.Array,
     plan: DecodePlan,
-    k_scale: jax.Array,
-    v_scale: jax.Array,
+    scales: jax.Array,
     *,
     scale: float,
     interpret: plgpu.InterpretGPUParams | None,
-) -> tuple[jax.Array, jax.Array]:
-    """`paged_decode` of checked arguments: under its own `jit`, all layers of a program share one lowering."""
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Both of checked arguments: under its own `jit`, all layers of a program share one lowering."""
     heads, group = q.shape[1], q.shape[1] // kv.shape[3]
+    layout = KVLayout.of(kv)
+    pages = kv.reshape(layout.pages, layout.block_size, layout.head_dim)
+    written = None if newest is None else jax.new_ref(pages)
     out, lse, query_rows = decode_rows(
         q, kv, layer, block_tables, plan,
-        scale=scale, scales=jnp.stack([k_scale, v_scale]), into=None, interpret=interpret,
+        scale=scale, scales=scales, into=None, interpret=interpret, written=written, newest=newest
     )  # fmt: skip
-    return out.reshape(q.shape), select_heads(lse, heads=heads, group=group, query_rows=query_rows)
+    lse = select_heads(lse, heads=heads, group=group, query_rows=query_rows)
+    return out.reshape(q.shape), lse, None if written is None else written[...].reshape(kv.shape)
 
 
 def decode_rows(
@@ -109,6 +192,8 @@ def decode_rows(
     scales: Float32[Array, "2"],
     into: Float[Array, "tokens heads head_dim"] | None,
     interpret: plgpu.InterpretGPUParams | None,
+    written: Ref | None = None,
+    newest: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[Float[Array, "query_rows head_dim"], Float[Array, "groups window"], int]:
     """Attention of the rows of a plan, whose tokens may lie among others: the common part of decode and mixed steps.
 
@@ -122,6 +207,8 @@ def decode_rows(
         scales: factors of K and V, used if the cache is quantized.
         into: outputs of other tokens, completed in place; without it every token must be a row's.
         interpret: as there.
+        written: the pages of `kv`, if the newest token of each row is to be written first.
+        newest: K and V of these tokens, `[tokens, kv_heads, head_dim]`.
 
     Returns:
         Outputs by token and head, log-sum-exp windows (base 2) by row and KV head, and the rows of the query array.
@@ -132,7 +219,7 @@ def decode_rows(
     window = window_rows(group)
     plan.config.check(head_dim=head_dim, window=window, block_size=layout.block_size, kv_itemsize=kv.dtype.itemsize)
     dtype = q.dtype if kv.dtype == q.dtype else jnp.dtype(jnp.float16)
-    queries = q.astype(dtype).reshape(tokens * heads, head_dim)
+    queries = q.reshape(tokens * heads, head_dim)
     # A window is read as whole 8-row tiles: the last one must lie inside the array.
     padding = padded_query_rows(queries.shape[0], window) - queries.shape[0]
     queries = jnp.pad(queries, ((0, padding), (0, 0))) if padding else queries
@@ -147,41 +234,35 @@ def decode_rows(
         dtype=dtype,
         out_dtype=q.dtype,
         cut=plan.cut,
-        complete=plan.complete,
+        writes=newest is not None,
+        in_order=interpret is not None,
     )
-    items, rows = plan.item_row.shape[0], plan.row_items.shape[0]
+    blocks, groups = plan.items.shape[1] * layout.kv_heads, block_tables.shape[0] * layout.kv_heads
     struct = jax.ShapeDtypeStruct
-    out_type = [struct(((items if plan.cut else rows) * layout.kv_heads, window), jnp.float32)]
+    out_type = [struct((groups, window), jnp.float32)]
     if plan.cut:
-        out_type.append(struct((items * layout.kv_heads, head_dim, window), jnp.float32))
+        out_type += [struct((blocks, head_dim, window), jnp.float32), struct((blocks, window), jnp.float32)]
     aliased = None if into is None else jax.new_ref(into.reshape(tokens * heads, head_dim))
     results = plgpu.kernel(
         functools.partial(decode_kernel, shape),
         # The output follows the inputs either as an aliased input or as the first output.
         out_type=(*([struct((tokens * heads, head_dim), q.dtype)] if aliased is None else []), *out_type),
-        grid=(items * layout.kv_heads,),
+        grid=(blocks,),
         grid_names=("block",),
         scratch_types=shape.scratch(),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=reduction_scratch(window)),
         kernel_name="paged_decode",
         interpret=interpret,
     )(
         layer[None],
-        plan.item_row,
-        plan.item_token,
-        plan.item_begin,
-        plan.item_end,
-        plan.row_items,
-        scales,
+        plan.items,
+        plan.pending,
         block_tables,
         queries,
-        kv.reshape(layout.pages, layout.block_size, head_dim),
+        kv.reshape(layout.pages, layout.block_size, head_dim) if written is None else written,
+        *([scales] if shape.quantized else []),
+        *(newest or []),
         *([] if aliased is None else [aliased]),
     )
-    out, lse, *pieces = results if aliased is None else (aliased[...], *results)
-    if plan.cut:
-        out, lse = merge_pieces(
-            out, lse, pieces[0], plan,
-            kv_heads=layout.kv_heads, group=group, query_rows=queries.shape[0], interpret=interpret,
-        )  # fmt: skip
+    out, lse, *_ = results if aliased is None else (aliased[...], *results)
     return out, lse, queries.shape[0]

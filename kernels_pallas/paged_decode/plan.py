@@ -6,8 +6,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-from kernels_pallas.ordering import rank_descending
 from kernels_pallas.paged_decode.config import DecodeConfig
+
+FIELDS = ("row", "token", "first", "items", "piece", "context")
+"""What is known of a work item: its row, and the row's token among the step's; the row's first item and how many it
+has, 0 for an unused item; tokens in each of its pieces but the last, and in its context."""
 
 
 @jax.tree_util.register_dataclass
@@ -16,24 +19,16 @@ class DecodePlan:
     """Work items of one decode step. Independent of the layer: compute it once and pass it to every layer.
 
     Attributes:
-        item_row: row of each item.
-        item_token: token of each item's row among the step's tokens.
-        item_begin, item_end: the piece `[begin, end)` of the row's context, in tokens; empty for unused items.
-        row_first: first item of each row.
-        row_items: number of items of each row; with `cut`, 0 for a row without context.
-        row_token: token of each row.
+        items: `FIELDS` of each item, longest pieces first; a row's items follow one another.
+        pending: by row and KV head, how many pieces the row has. Thread blocks count down as they finish, to know who
+            merges the pieces, and the last restores the number: XLA may take the array for constant.
         complete: whether every token is a row's, so that rows without context are written too (as zeros).
         cut: whether rows may have several items, whose results then have to be merged.
         config: the tuning parameters the plan was made with, which the kernel runs with.
     """
 
-    item_row: Int32[Array, " items"]
-    item_token: Int32[Array, " items"]
-    item_begin: Int32[Array, " items"]
-    item_end: Int32[Array, " items"]
-    row_first: Int32[Array, " rows"]
-    row_items: Int32[Array, " rows"]
-    row_token: Int32[Array, " rows"]
+    items: Int32[Array, "fields items"]
+    pending: Int32[Array, " groups"]
     complete: bool = dataclasses.field(metadata={"static": True})
     cut: bool = dataclasses.field(metadata={"static": True})
     config: DecodeConfig = dataclasses.field(metadata={"static": True})
@@ -47,7 +42,7 @@ def plan_decode(
     config: DecodeConfig,
     row_tokens: Int32[Array, " rows"] | None = None,
 ) -> DecodePlan:
-    """Cut rows into pieces and order the pieces by the length of their rows, longest first.
+    """Cut rows into pieces and order them by length, longest first.
 
     Whether rows are cut at all is decided from shapes: contexts up to `config.min_piece` tokens never are, and then
     nothing has to be merged. Otherwise the length of a piece follows from the lengths, so that a batch of equal rows
@@ -61,7 +56,8 @@ def plan_decode(
         row_tokens: the token of each row where rows are some among a step's; by default row r's token is r.
     """
     rows = context_lens.shape[0]
-    tokens = jnp.arange(rows, dtype=jnp.int32) if row_tokens is None else row_tokens
+    index = jnp.arange(rows, dtype=jnp.int32)
+    complete = row_tokens is None
     cut = max_context > config.min_piece
     if cut:
         extra = -(-config.target_items // kv_heads)
@@ -70,29 +66,26 @@ def plan_decode(
         pieces = jnp.maximum(_ceil_div(context_lens, jnp.maximum(longest, config.min_piece)), 1)
         piece = jnp.maximum(_round_up(_ceil_div(context_lens, pieces), step), step)
         row_items = _ceil_div(context_lens, piece)  # at most rows + extra together
+        order = jnp.minimum(piece, context_lens)
     else:
         extra = 0
         piece = jnp.full_like(context_lens, max_context)
-        row_items = jnp.ones_like(context_lens)
-    rank = rank_descending(context_lens)
-    row_first = jnp.sum(jnp.where(rank < rank[:, None], row_items, 0), axis=1, dtype=jnp.int32)
+        row_items = jnp.minimum(context_lens, 1)
+        order = context_lens
+    if complete:
+        row_items = jnp.maximum(row_items, 1)
+    # Ranks by comparing all pairs, in one reduction, where XLA's sort is many launches.
+    ahead = (order > order[:, None]) | ((order == order[:, None]) & (index < index[:, None]))
+    row_first = jnp.sum(jnp.where(ahead, row_items, 0), axis=1, dtype=jnp.int32)
     item = jnp.arange(rows + extra, dtype=jnp.int32)[:, None]
-    within = item - row_first
-    # Exactly one row holds a used item, so that a masked sum over rows selects its value.
-    holds = (within >= 0) & (within < row_items)
-
-    def of_row(value: Int32[Array, "*shape"]) -> Int32[Array, " items"]:
-        return jnp.sum(jnp.where(holds, value, 0), axis=1, dtype=jnp.int32)
-
+    # Exactly one row holds a used item, so that a masked sum over rows selects its values.
+    holds = (item >= row_first) & (item < row_first + row_items)
+    values = (index, index if row_tokens is None else row_tokens, row_first, row_items, piece, context_lens)
+    items = jnp.sum(jnp.where(holds, jnp.stack(values)[:, None], 0), axis=2, dtype=jnp.int32)
     return DecodePlan(
-        item_row=of_row(jnp.arange(rows, dtype=jnp.int32)),
-        item_token=of_row(tokens),
-        item_begin=of_row(within * piece),
-        item_end=of_row(jnp.minimum((within + 1) * piece, context_lens)),
-        row_first=row_first,
-        row_items=row_items,
-        row_token=tokens,
-        complete=row_tokens is None,
+        items=items,
+        pending=jnp.repeat(row_items, kv_heads),
+        complete=complete,
         cut=cut,
         config=config,
     )

@@ -9,6 +9,7 @@ from kernels_pallas.paged_decode import (
     DecodeConfig,
     paged_decode,
     paged_decode_reference,
+    paged_decode_write,
     plan_decode,
 )
 
@@ -82,6 +83,33 @@ def test_float8_cache_equals_float64(name, execute):
     assert_solves(case, out / 3, lse)
 
 
+WRITES = {
+    "lengths": (dict(context_lens=[0, 1, 16, 17, 64, 65, 190]), WHOLE),
+    "cut, block 64": (dict(context_lens=[300, 1, 129, 0], block_size=64), CUT),
+    "float8": (dict(context_lens=[70, 64, 150], kv_dtype=ml_dtypes.float8_e4m3fn, heads=2), CUT),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_writes_the_newest_token_first(name, execute):
+    sizes, config = WRITES[name]
+    case = make_case(**sizes)
+    before = case.kv.copy()
+    k = np.full((len(case.context_lens), *case.kv.shape[3::2]), np.nan, case.kv.dtype)
+    v = k.copy()
+    for row, length in enumerate(case.context_lens):
+        if length:
+            block, slot = case.block_tables[row, (length - 1) // case.kv.shape[4]], (length - 1) % case.kv.shape[4]
+            k[row], v[row] = case.kv[case.layer, :, block, :, slot]
+            before[case.layer, :, block, :, slot] = np.nan
+    out, lse, kv = execute(
+        paged_decode_write, jnp.asarray(case.q), jnp.asarray(k), jnp.asarray(v), jnp.asarray(before),
+        *arguments(case)[2:], scale=case.scale, config=config,
+    )  # fmt: skip
+    assert_solves(case, out, lse)
+    assert np.array_equal(np.asarray(kv).view(np.uint8), case.kv.view(np.uint8))
+
+
 @pytest.mark.parametrize("name", ["lengths", "group of 3, head_dim 64", "float16"])
 def test_reference_equals_float64(name):
     case = make_case(**CASES[name][0])
@@ -139,22 +167,31 @@ def test_a_plan_covers_every_context_once():
             lengths = (np.exp(rng.uniform(0, np.log(9000), rows)).astype(np.int32)) * (rng.random(rows) > 0.2)
             plan = plan_decode(jnp.asarray(lengths, jnp.int32), kv_heads=4, max_context=9000, config=config)
             covered = [np.zeros(length, int) for length in lengths]
-            for row, begin, end in zip(plan.item_row, plan.item_begin, plan.item_end, strict=True):
-                assert begin % config.step == 0
-                covered[int(row)][int(begin) : int(end)] += 1
+            records = np.asarray(plan.items).T
+            pieces = np.asarray(plan.pending).reshape(rows, 4)
+            assert len(records) <= rows + -(-config.target_items // 4)
+            sizes = []
+            for item, (row, token, first, items, piece, context) in enumerate(records):
+                if items == 0:
+                    continue
+                begin = (item - first) * piece
+                assert token == row and begin % config.step == 0 and context == lengths[row]
+                covered[row][begin : begin + piece] += 1
+                assert (pieces[row] == items).all()
+                assert (records[first : first + items, 0] == row).all()
+                sizes.append(min(piece, context))
             assert all((times == 1).all() for times in covered)
-            assert plan.item_row.shape[0] <= rows + -(-config.target_items // 4)
-            for row in range(rows):
-                mine = slice(int(plan.row_first[row]), int(plan.row_first[row]) + int(plan.row_items[row]))
-                assert (np.asarray(plan.item_row[mine]) == row).all()
+            assert set(records[records[:, 3] > 0, 0]) == set(range(rows))
+            assert sizes == sorted(sizes, reverse=True)
 
 
 def test_a_long_row_is_divided_and_equal_rows_stay_whole():
     config = DecodeConfig(target_items=1584, min_piece=1024)
     uneven = plan_decode(jnp.array([100] * 63 + [32768], jnp.int32), kv_heads=8, max_context=32768, config=config)
-    assert int(uneven.row_items[63]) > 16 and int(uneven.row_items[0]) == 1
+    pieces = np.asarray(uneven.pending).reshape(64, 8)
+    assert pieces[63, 0] > 16 and pieces[0, 0] == 1
     equal = plan_decode(jnp.full((256,), 768, jnp.int32), kv_heads=8, max_context=4096, config=config)
-    assert (np.asarray(equal.row_items) == 1).all()
+    assert (np.asarray(equal.pending) == 1).all()
 
 
 def test_refuses_what_it_cannot_run():
