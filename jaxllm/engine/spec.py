@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -21,15 +21,21 @@ from jaxllm.models.config import ModelConfig
 from jaxllm.models.params import runtime_config
 from jaxllm.parallel.placement import Placement
 from jaxllm.sampling.sampler import SamplingMode
-from jaxllm.sampling.variant import PLAIN, Filters, LogitsProcessor, SamplerVariant, everything
+from jaxllm.sampling.variant import KERNEL, PLAIN, Filters, LogitsProcessor, SamplerVariant, everything
 
 SAMPLERS = ((PLAIN, 2), (SamplerVariant(filters=Filters.ALL, suppress=True), 8), (everything(), 8))
 """Variants of the sampler on a GPU, for plain draws, filters and everything, and how many sizes there are of each."""
 
+KERNEL_SAMPLERS = ((KERNEL, 2), (replace(everything(), kernel=True), 16))
+"""The same where the sampling kernel runs: for draws with or without filters, and everything."""
+
 
 @dataclass(frozen=True)
 class RunnerSpec:
-    """What a runner is built from, resolved: nothing is "auto" any more."""
+    """What a runner is built from, resolved: nothing is "auto" any more.
+
+    `chosen_attention` is given where the devices that steps run on are not those of `placement`.
+    """
 
     config: EngineConfig
     model: ModelConfig
@@ -38,6 +44,7 @@ class RunnerSpec:
     max_model_len: int
     known_tokens: np.ndarray
     logits_processors: Mapping[str, LogitsProcessor] = field(default_factory=dict)
+    chosen_attention: Attention | None = None
 
     @property
     def processors(self) -> tuple[LogitsProcessor, ...]:
@@ -66,8 +73,9 @@ class RunnerSpec:
         config, options = self.config, shape_options(self.platform)
         if config.enforce_eager and "samplers" not in options:  # what nobody asks for is not compiled
             options["samplers"] = ((SamplingMode.FILTERED, 4), (SamplingMode.EVERYTHING, 4))
-        elif self.processors and "samplers" in options:
-            options["samplers"] = (*options["samplers"][:-1], (everything(self.processors), 8))
+        elif "samplers" in options:
+            *others, (last, growth) = KERNEL_SAMPLERS if self.has_sampling_kernel else options["samplers"]
+            options["samplers"] = (*others, (replace(last, processors=self.processors), growth))
         return StepShapes(
             config.max_num_batched_tokens,
             config.max_rows,
@@ -75,6 +83,11 @@ class RunnerSpec:
             config.kvcache_block_size,
             **options,
         )
+
+    @property
+    def has_sampling_kernel(self) -> bool:
+        """Whether the sampling kernel runs: where the others do, on one device, which has whole rows of logits."""
+        return self.attention is Attention.MOSAIC_GPU and self.placement.mesh.devices.size == 1
 
     @cached_property
     def state(self) -> DeviceState:
@@ -96,6 +109,8 @@ class RunnerSpec:
     @cached_property
     def attention(self) -> Attention:
         """How steps write and attend; chosen, and logged, when first asked for."""
+        if self.chosen_attention is not None:
+            return self.chosen_attention
         return choose_attention(self.config.attention, self.run_time, self.layout, self.placement.mesh)
 
 

@@ -15,7 +15,7 @@ from jaxllm.engine.seats import ROW_PARAMS, Seats
 from jaxllm.engine.step import Step
 from jaxllm.sampling.inputs import SamplingInputs
 from jaxllm.sampling.sampler import SamplingMode
-from jaxllm.sampling.variant import PLAIN, SamplerVariant
+from jaxllm.sampling.variant import KERNEL, PLAIN, SamplerVariant
 from jaxllm.sampling_params import MAX_SUPPRESSED_IDS
 
 _ALIGNMENT = 64
@@ -46,9 +46,9 @@ class StepShape:
 
     @property
     def name(self) -> str:
-        """`decode[rows]`, `decode[rows]x iterations` or `mixed[tokens]`; with the sampler where it is not plain."""
+        """`decode[rows]`, `decode[rows]x iterations` or `mixed[tokens]`; with the sampler where it is not the first one."""
         loop = f"x{self.iterations}" if self.iterations > 1 else ""
-        sampler = "" if self.sampler in (SamplingMode.EVERYTHING, PLAIN) else f" {self.sampler.name.lower()}"
+        sampler = "" if self.sampler in (SamplingMode.EVERYTHING, PLAIN, KERNEL) else f" {self.sampler.name.lower()}"
         return (f"decode[{self.rows}]{loop}" if self.decode else f"mixed[{self.tokens}]") + sampler
 
 

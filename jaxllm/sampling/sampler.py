@@ -17,6 +17,7 @@ from jaxllm.sampling.filters import smallest_kept
 from jaxllm.sampling.inputs import SamplingInputs
 from jaxllm.sampling.noise import gumbel, row_keys
 from jaxllm.sampling.variant import Filters, SamplerVariant
+from kernels_pallas.sample import sample_tokens
 
 _LARGEST_TEMPERATURE = 1e30
 """Far below it logits make no difference any more; above it noise would overflow."""
@@ -45,6 +46,7 @@ def sample(
     inputs: SamplingInputs,
     known_tokens: Bool[np.ndarray, "known"],
     variant: SamplerVariant,
+    interpret: Any = None,
 ) -> Int[Array, "rows"]:
     """One token per row.
 
@@ -60,6 +62,7 @@ def sample(
         known_tokens: which ids the tokenizer knows. Others, and those beyond the mask, are padding of the checkpoint
             or the mesh and are never chosen.
         variant: what exists in the program.
+        interpret: run the kernel, if the variant has it, in its interpreter (tests on a CPU).
 
     Returns:
         int32 token ids. Greedy rows take the lowest id among equally likely tokens.
@@ -68,6 +71,12 @@ def sample(
         ValueError: if the variant needs inputs that are None.
     """
     logits = adjust_logits(logits, inputs, variant)
+    if variant.kernel:
+        # Edits have suppressed them already, before what comes after them.
+        suppressed = jnp.full((logits.shape[0], 1), logits.shape[1]) if variant.edits else inputs.suppressed
+        filters = (inputs.top_k, inputs.top_p, inputs.min_p)
+        keys = row_keys(inputs.seed, inputs.position)
+        return sample_tokens(logits, inputs.temperature, *filters, keys, suppressed, known_tokens, interpret=interpret)
     known = np.pad(known_tokens, (0, logits.shape[1] - len(known_tokens)))
     if not known.all():
         logits = jnp.where(known, logits, -jnp.inf)
@@ -86,7 +95,7 @@ def adjust_logits(
     """Logits after masks, bad words, biases, penalties and the user's processors, in vLLM's order."""
     if variant.mask:
         logits = edits.apply_mask(logits, _given(inputs.mask, "mask"))
-    if variant.suppress or variant.edits:
+    if (variant.suppress and not variant.kernel) or variant.edits:
         logits = edits.suppress(logits, inputs.suppressed)
     if variant.edits and inputs.edits is not None:
         history = _given(inputs.history, "history")

@@ -46,6 +46,8 @@ class SamplerVariant:
         mask: bit masks: allowed_token_ids and structured output.
         processors: rules of the user, by place; row i of a batch uses those whose bit is set in its inputs.
         logprobs: None, or how many most likely tokens are reported beside the chosen one.
+        kernel: whether tokens are drawn by the Pallas kernel, in which each row costs what it asks for, so that it
+            needs no variants for `filters` and `suppress`. On one Hopper GPU; no row needs it.
     """
 
     draws: bool = True
@@ -56,6 +58,7 @@ class SamplerVariant:
     mask: bool = False
     processors: tuple[LogitsProcessor, ...] = ()
     logprobs: int | None = None
+    kernel: bool = False
 
     def __or__(self, other: "SamplerVariant") -> "SamplerVariant":
         """The smallest variant that covers both."""
@@ -76,6 +79,7 @@ class SamplerVariant:
             mask=self.mask or other.mask,
             processors=longest,
             logprobs=max(counts, default=None),
+            kernel=self.kernel or other.kernel,
         )
 
     def covers(self, other: "SamplerVariant") -> bool:
@@ -124,6 +128,7 @@ def checked_processors(processors: Any) -> dict[str, LogitsProcessor]:
 
 GREEDY = SamplerVariant(draws=False)
 PLAIN = SamplerVariant()
+KERNEL = SamplerVariant(filters=Filters.ALL, suppress=True, kernel=True)
 
 
 def everything(processors: tuple[LogitsProcessor, ...] = ()) -> SamplerVariant:

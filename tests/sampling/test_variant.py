@@ -4,7 +4,8 @@ import itertools
 
 import pytest
 
-from jaxllm.sampling.variant import GREEDY, PLAIN, Filters, SamplerVariant, covering, join
+from jaxllm.engine.spec import KERNEL_SAMPLERS
+from jaxllm.sampling.variant import GREEDY, KERNEL, PLAIN, Filters, SamplerVariant, covering, everything, join
 
 
 def double(logits: object, inputs: object) -> object:
@@ -52,6 +53,19 @@ def test_the_first_that_serves_is_taken() -> None:
     assert covering(SamplerVariant(filters=Filters.TOP_P), compiled) is compiled[1]
     assert covering(SamplerVariant(edits=True), compiled) is compiled[2]
     assert covering(SamplerVariant(mask=True), compiled) is None
+
+
+def test_the_kernel_serves_whoever_needs_no_edits() -> None:
+    """No request needs it; whatever is compiled beside it covers it."""
+    for needed in (GREEDY, PLAIN, SamplerVariant(filters=Filters.ALL, suppress=True)):
+        assert KERNEL.covers(needed)
+        assert not needed.covers(KERNEL)
+    for other in (SamplerVariant(edits=True), SamplerVariant(logprobs=0), SamplerVariant(mask=True)):
+        assert not KERNEL.covers(other)
+    assert [variant.kernel for variant, _ in KERNEL_SAMPLERS] == [True, True]
+    (first, _), (last, _) = KERNEL_SAMPLERS
+    assert last.covers(first)
+    assert last.covers(everything())
 
 
 def test_different_processors_do_not_mix() -> None:
