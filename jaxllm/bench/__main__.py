@@ -7,6 +7,7 @@ BENCHMARKS = {
     "throughput": "many requests at once, in tokens per second, beside other engines",
     "latency": "time of a decode step by batch size, beside the limit of the memory bandwidth",
     "prefill": "prompt tokens per second, beside the limit of the matrix units",
+    "startup": "time until an engine is ready, with an empty and a filled cache of compiled programs",
     "kernels": "the attention and projection kernels over a grid of shapes, beside cuDNN and plain jnp",
     "memory": "the measured KV-cache capacity against the truth, on a GPU",
 }

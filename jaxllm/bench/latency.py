@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxllm import SamplingParams, cli
-from jaxllm.bench.engines import add_model_option, make_llm
+from jaxllm.bench.engines import make_llm, make_parser
 from jaxllm.bench.limits import decode_seconds, measure_ceilings
 
 DESCRIPTION = """Generate in batches of several sizes and report the time between two tokens of a request.
@@ -17,22 +17,18 @@ It is (time of the last token - time of the first) / (tokens - 1), the median ov
 is the time to read weights and KV once, at the copy bandwidth measured in the same run."""
 
 
-def make_parser() -> argparse.ArgumentParser:
+def _parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = cli.parser("bench latency", DESCRIPTION)
-    add_model_option(parser)
+    parser = make_parser("latency", DESCRIPTION)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64, 256], metavar="N")
     parser.add_argument("--input-len", type=int, nargs="+", default=[512, 257], metavar="N")
     parser.add_argument("--output-len", type=int, default=257, metavar="N")
-    parser.add_argument("--repetitions", type=int, default=3, help="runs after one that is not counted (default 3)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    cli.add_engine_options(parser)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; the exit code."""
-    args = make_parser().parse_args(argv)
+    args = _parser().parse_args(argv)
     cli.set_up_logging(args.verbose)
     with cli.exit_codes():
         llm, startup = make_llm(args, enable_prefix_caching=False, max_num_seqs=max(args.batch))

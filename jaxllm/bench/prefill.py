@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 from jaxllm import SamplingParams, cli
-from jaxllm.bench.engines import add_model_option, make_llm
+from jaxllm.bench.engines import make_llm, make_parser
 from jaxllm.bench.limits import measure_ceilings, prefill_seconds
 
 DESCRIPTION = """Compute prompts, one token of output each, and report prompt tokens per second.
@@ -17,17 +17,13 @@ The limit is the time of the matrix products and of causal attention, at the rat
 in the same run."""
 
 
-def make_parser() -> argparse.ArgumentParser:
+def _parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = cli.parser("bench prefill", DESCRIPTION)
-    add_model_option(parser)
+    parser = make_parser("prefill", DESCRIPTION)
     parser.add_argument(
         "--prompts", type=_point, nargs="+", default=[(32, 4095), (256, 1000)], metavar="NxLENGTH",
         help="number and length of the prompts (default 32x4095 256x1000)",
     )  # fmt: skip
-    parser.add_argument("--repetitions", type=int, default=3, help="runs after one that is not counted (default 3)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    cli.add_engine_options(parser)
     return parser
 
 
@@ -44,7 +40,7 @@ def _point(text: str) -> tuple[int, int]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; the exit code."""
-    args = make_parser().parse_args(argv)
+    args = _parser().parse_args(argv)
     cli.set_up_logging(args.verbose)
     with cli.exit_codes():
         llm, startup = make_llm(args, enable_prefix_caching=False)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxllm import SamplingParams, cli
-from jaxllm.bench.engines import add_model_option, make_llm
+from jaxllm.bench.engines import make_llm, make_parser
 from jaxllm.bench.workload import Workload, length_range, random_workload
 
 DESCRIPTION = """Generate for many random prompts and report tokens per second.
@@ -19,27 +19,23 @@ The default workload is nano-vLLM's: 256 requests, 100 to 1,024 tokens in and ou
 Run = Callable[[Workload], int]
 
 
-def make_parser() -> argparse.ArgumentParser:
+def _parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = cli.parser("bench throughput", DESCRIPTION)
-    add_model_option(parser)
+    parser = make_parser("throughput", DESCRIPTION)
     parser.add_argument("--num-requests", type=int, default=256, metavar="N")
     parser.add_argument("--input-len", type=length_range, default=(100, 1024), metavar="N|LOW:HIGH")
     parser.add_argument("--output-len", type=length_range, default=(100, 1024), metavar="N|LOW:HIGH")
     parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--workload-seed", type=int, default=0, help="of lengths and tokens")
-    parser.add_argument("--repetitions", type=int, default=3, help="runs after one that is not counted (default 3)")
     parser.add_argument(
         "--engine", nargs="+", default=["jaxllm"], choices=["jaxllm", "hf"], help="hf: transformers' batched generate"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    cli.add_engine_options(parser)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; the exit code."""
-    args = make_parser().parse_args(argv)
+    args = _parser().parse_args(argv)
     cli.set_up_logging(args.verbose)
     with cli.exit_codes():
         return _run(args)

@@ -65,6 +65,10 @@ class ExecutableCache:
         self._folder, self._devices = folder, devices
         self._digest = hashlib.sha256(repr((_environment(), [repr(d) for d in devices], facts)).encode())
 
+    def holds(self, *facts: Any) -> bool:
+        """Whether there is a program that these further facts tell apart; `load` may still find it of no use."""
+        return self._folder is not None and self._path(facts).exists()
+
     def load(self, *facts: Any) -> jax.stages.Compiled | None:
         """The program that these further facts tell apart, or None if there is none that can be read."""
         if self._folder is None or not (path := self._path(facts)).exists():

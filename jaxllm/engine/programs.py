@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 
 import jax
@@ -25,21 +25,33 @@ class Program:
 
 
 class Programs:
-    """Programs by shape. `prepare` compiles in parallel; a shape that was not prepared is compiled when asked for."""
+    """Programs by shape. `prepare` compiles in parallel; a shape that was not prepared is compiled when asked for.
 
-    def __init__(self, compile_shape: Compile):
-        self._compile_shape = compile_shape
+    Args:
+        compile_shape: makes a program; called by several threads at once.
+        give_up: called where `prepare` fails or is interrupted, to end what calls of `compile_shape` wait for.
+    """
+
+    def __init__(self, compile_shape: Compile, give_up: Callable[[], None] = lambda: None):
+        self._compile_shape, self._give_up = compile_shape, give_up
         self._programs: dict[StepShape, Program] = {}
         self._ready = False
         self.compilations_after_ready = 0
         self.seconds_after_ready = 0.0
 
     def prepare(self, shapes: list[StepShape], workers: int) -> None:
-        """Compile `shapes`, the largest first, on `workers` threads (XLA compiles without Python's lock)."""
+        """Compile `shapes`, in their order, on `workers` threads."""
         start = time.perf_counter()
         with ThreadPoolExecutor(max(1, workers)) as pool:
-            for program in pool.map(self._compile, shapes):
-                self._programs[program.shape] = program
+            futures = [pool.submit(self._compile, shape) for shape in shapes]
+            try:
+                for future in as_completed(futures):
+                    future.result()
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                self._give_up()
+                raise
+            self._programs |= {future.result().shape: future.result() for future in futures}
         if shapes:
             names = ", ".join(shape.name for shape in shapes)
             logger.info("compiled %d programs in %.1f s: %s", len(shapes), time.perf_counter() - start, names)

@@ -1,7 +1,6 @@
 """Owns what lies on the devices, weights and KV cache, and runs steps on it."""
 
 import logging
-import os
 import time
 from dataclasses import replace
 from functools import partial
@@ -13,15 +12,17 @@ import numpy as np
 from jaxllm.checkpoint.adopt import replace_parameters
 from jaxllm.checkpoint.checkpoint import Checkpoint
 from jaxllm.checkpoint.load import load_parameters
-from jaxllm.engine.compile_step import compile_step
 from jaxllm.engine.device_state import DeviceState, StateUpdates, allocate_state
+from jaxllm.engine.lowering import abstract_weights
+from jaxllm.engine.program_maker import ProgramMaker
 from jaxllm.engine.programs import Programs
 from jaxllm.engine.seats import Seats
 from jaxllm.engine.spec import RunnerSpec
+from jaxllm.engine.startup import StartupTimes
 from jaxllm.engine.step import Step
 from jaxllm.engine.step_program import StepResults
 from jaxllm.engine.step_shape import PackedLayout
-from jaxllm.engine.warm_up import largest, measure
+from jaxllm.engine.warm_up import WARM_UP_BLOCKS, largest, measure
 from jaxllm.memory.report import MemoryReport
 from jaxllm.memory.sizing import CacheDemand, blocks_that_fit, check_weights, size_kv_cache
 from jaxllm.memory.units import format_bytes
@@ -37,7 +38,15 @@ _STEPS_IN_FLIGHT = 4
 
 
 class Runner:
-    """Start-up in its only order: load, warm up and measure, size, compile, verify, allocate, rehearse."""
+    """Start-up in its only order: load, warm up and measure, size, compile, verify, allocate, rehearse.
+
+    What is measured is compiled while the weights are loaded.
+
+    Attributes:
+        kv: the KV cache.
+        state: what lies by seat beside it.
+        startup: `StartupTimes.to_dict` at ready.
+    """
 
     kv: jax.Array
     state: DeviceState
@@ -46,6 +55,7 @@ class Runner:
         """Args: what to build; a checkpoint to load, or weights that lie on the devices already."""
         self.spec = spec
         self.asleep = False
+        times = StartupTimes()
         config = spec.config
         start = time.perf_counter()
         devices = spec.placement.local_devices
@@ -61,21 +71,27 @@ class Runner:
             max_model_len=spec.max_model_len,
             step_buffer_bytes=_STEPS_IN_FLIGHT * max(PackedLayout(shape).nbytes for shape in self.shapes.all()),
         )
-        if isinstance(source, Weights):
-            self.weights = source
-        else:
+        if not isinstance(source, Weights):
             check_weights(devices, demand)
-            self.weights = load(spec, source)
-        self.state = allocate_state(spec.state, spec.placement)  # counted with the weights
-        self.updates = StateUpdates(spec.state, spec.placement)
-        self.memory_report = self._size(demand, devices)
-        self.programs = self._compile(demand)
-        self._allocate()
-        self._rehearse()
-        self.programs.mark_ready()
-        self.memory_report = settle(self.memory_report, devices)
+        abstract = source.abstract() if isinstance(source, Weights) else abstract_weights(spec)
+        with ProgramMaker(spec, abstract, times) as maker:
+            maker.begin(WARM_UP_BLOCKS, largest(self.shapes), then=len(self.shapes.all()))
+            with times.phase("weights"):
+                self.weights = source if isinstance(source, Weights) else load(spec, source)
+                self.state = allocate_state(spec.state, spec.placement)  # counted with the weights
+                self.updates = StateUpdates(spec.state, spec.placement)
+            with times.phase("measure"):
+                self.memory_report = self._size(maker, demand, devices)
+            self.programs = self._compile(maker, demand)
+        with times.phase("allocate"):
+            self._allocate()
+        with times.phase("rehearse"):
+            self._rehearse()
+            self.programs.mark_ready()
+            self.memory_report = settle(self.memory_report, devices)
         self.memory_report = replace(self.memory_report, startup_seconds=time.perf_counter() - start)
-        for line in self.memory_report.lines():
+        self.startup = times.to_dict()
+        for line in (*self.memory_report.lines(), f"Start-up: {times}"):
             logger.info("%s", line)
 
     @property
@@ -83,10 +99,9 @@ class Runner:
         """Blocks of the KV cache."""
         return self.memory_report.num_kvcache_blocks
 
-    def _size(self, demand: CacheDemand, devices: list[jax.Device]) -> MemoryReport:
+    def _size(self, maker: ProgramMaker, demand: CacheDemand, devices: list[jax.Device]) -> MemoryReport:
         """How many blocks: measured with the largest programs, on a small cache that is gone afterwards."""
         spec = self.spec
-        compile_for = partial(partial, compile_step, spec, self.weights.abstract(), self.layout)
         warm_up = partial(
             measure,
             self.weights.leaves,
@@ -95,20 +110,16 @@ class Runner:
             spec.state,
             largest(self.shapes),
             spec.max_model_len,
-            compile_for,
+            partial(partial, maker.make),
         )
         return _agreed(size_kv_cache(devices, demand, warm_up))
 
-    def _compile(self, demand: CacheDemand) -> Programs:
-        """Programs for the cache of the decided size; for a smaller one where they need more than was reserved.
-
-        This comes before the cache is allocated: while XLA compares implementations it needs memory of its own.
-        """
+    def _compile(self, maker: ProgramMaker, demand: CacheDemand) -> Programs:
+        """Programs for the cache of the decided size; for a smaller one where they need more than was reserved."""
         while True:
-            compile_for = partial(compile_step, self.spec, self.weights.abstract(), self.layout, self.num_blocks)
-            programs = Programs(compile_for)
+            programs = Programs(partial(maker.make, self.num_blocks), maker.give_up)
             if not self.spec.config.enforce_eager:
-                programs.prepare(self.shapes.all(), workers=min(12, os.cpu_count() or 1))
+                maker.prepare(programs, self.num_blocks, self.shapes.all())
             blocks = self.num_blocks
             compiled = {program.shape.name: program.compiled for program in programs}
             self.memory_report = _agreed(verify(self.memory_report, demand, compiled))

@@ -40,10 +40,13 @@ class Weights:
         cls,
         config: ModelConfig,
         dtype: DTypeLike,
-        parameters: Mapping[str, jax.Array],
+        parameters: Mapping[str, jax.Array | jax.ShapeDtypeStruct],
         owned: Collection[str] = (),
     ) -> "Weights":
-        """Put `parameters`, by path, into a module of run-time shapes `config`, without allocating a second one."""
+        """Put `parameters`, by path, into a module of run-time shapes `config`, without allocating a second one.
+
+        Shapes, dtypes and shardings of parameters that are not there yet give what `abstract` gives.
+        """
         abstract = nnx.eval_shape(lambda: Decoder(config, dtype=dtype, rngs=nnx.Rngs(0)))
         graphdef, state = nnx.split(abstract)
         flat = nnx.to_flat_state(state)

@@ -18,11 +18,12 @@ def multiply(factor: int) -> jax.stages.Compiled:
 def test_a_program_is_found_by_all_its_facts(tmp_path: Path) -> None:
     devices = jax.devices()[:1]
     cache = ExecutableCache(tmp_path / "programs", devices, "model", 2)
-    assert cache.load("shape") is None
+    assert cache.load("shape") is None and not cache.holds("shape")
     program = multiply(2)
     cache.store(program, "shape")
     cache.store(multiply(3), "other shape")
     again = ExecutableCache(tmp_path / "programs", devices, "model", 2)
+    assert again.holds("shape") and not again.holds("third shape")
     found = again.load("shape")
     assert found is not None
     assert found(jnp.arange(4.0)).tolist() == [0, 2, 4, 6]
@@ -59,4 +60,4 @@ def test_a_damaged_program_is_dropped(tmp_path: Path, caplog: pytest.LogCaptureF
 def test_without_a_folder_nothing_is_kept() -> None:
     cache = ExecutableCache(None, jax.devices()[:1])
     cache.store(multiply(2))
-    assert cache.load() is None
+    assert cache.load() is None and not cache.holds()

@@ -1,0 +1,205 @@
+"""Traces a step and lowers it to what XLA compiles; or to bytes, for another process to compile.
+
+Tracing and lowering are Python and hold its lock, so one process lowers one program at a time. Bytes made in another
+process cost this one a twentieth of a second.
+"""
+
+import pickle
+import threading
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxllm.cache.kv_array import KVLayout
+from jaxllm.config import EngineConfig
+from jaxllm.engine.attention import Attention
+from jaxllm.engine.device_state import placed
+from jaxllm.engine.spec import RunnerSpec
+from jaxllm.engine.startup import StartupTimes
+from jaxllm.engine.step_program import StepFunction, step_function
+from jaxllm.engine.step_shape import PackedLayout, StepShape
+from jaxllm.models.config import ModelConfig
+from jaxllm.models.params import parameter_specs
+from jaxllm.models.weights import Weights
+from jaxllm.parallel.placement import Placement
+
+_LOWERING = threading.Lock()
+"""In turns, the first program is compiled, which does not hold Python's lock, while the second is lowered; all at the
+same time, none would be lowered early."""
+
+TRACING_SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion")
+"""Settings of JAX that a process can change and that change what a step is traced to."""
+
+
+def lower_step(
+    spec: RunnerSpec,
+    weights: Weights,
+    layout: KVLayout,
+    num_blocks: int,
+    shape: StepShape,
+    times: StartupTimes | None = None,
+) -> jax.stages.Lowered:
+    """Trace and lower a step in this process, for its arguments' shardings; KV array and state are donated.
+
+    Args:
+        spec: of the engine.
+        weights: structure, shapes and shardings; arrays are not read.
+        layout: of the KV cache.
+        num_blocks: of the KV cache.
+        shape: of the program.
+        times: where to write down how long it took.
+    """
+    times = StartupTimes() if times is None else times
+    with _LOWERING, times.work(times.lowered):
+        return _lower(_step(spec, weights, layout, shape), spec, weights, layout, num_blocks, shape)
+
+
+def export_step(
+    spec: RunnerSpec, weights: Weights, layout: KVLayout, num_blocks: int, shape: StepShape, *, platform: str
+) -> bytes:
+    """Trace a step and lower it for `platform` ("cuda", "cpu"), whatever devices `spec` has; for `lower_exported`.
+
+    Another process must have the same versions of everything: the bytes are a pickle, since JAX's own format, made to
+    outlive versions, needs a package that JAX does not depend on.
+    """
+    arguments = _arguments(spec, weights, layout, num_blocks, shape)
+    with spec.placement.own_mesh():
+        exported = export.export(jax.jit(_step(spec, weights, layout, shape)), platforms=(platform,))(*arguments)
+    return pickle.dumps(replace(exported, _get_vjp=None))
+
+
+def lower_exported(
+    data: bytes, spec: RunnerSpec, weights: Weights, layout: KVLayout, num_blocks: int, shape: StepShape
+) -> jax.stages.Lowered:
+    """`lower_step` of the step that `export_step` made bytes of, under the same arguments."""
+    exported = pickle.loads(data)
+
+    def step(*arguments: Any) -> Any:  # compiled programs are known by this name
+        return exported.call(*arguments)
+
+    with _LOWERING:
+        return _lower(step, spec, weights, layout, num_blocks, shape)
+
+
+def _step(spec: RunnerSpec, weights: Weights, layout: KVLayout, shape: StepShape) -> StepFunction:
+    return step_function(
+        weights,
+        layout,
+        shape,
+        attention=spec.attention,
+        placement=spec.placement,
+        known_tokens=spec.known_tokens,
+        vocab=spec.model.vocab_size,
+        processors=spec.processors,
+    )
+
+
+def _arguments(
+    spec: RunnerSpec, weights: Weights, layout: KVLayout, num_blocks: int, shape: StepShape
+) -> tuple[Any, ...]:
+    placement = spec.placement
+    packed = jax.ShapeDtypeStruct((PackedLayout(shape).size,), jnp.int32, sharding=placement.replicated)
+    return weights.leaves, layout.abstract(num_blocks, placement), placed(spec.state, placement), packed
+
+
+def _lower(
+    step: StepFunction, spec: RunnerSpec, weights: Weights, layout: KVLayout, num_blocks: int, shape: StepShape
+) -> jax.stages.Lowered:
+    everywhere = spec.placement.replicated
+    out = (everywhere, layout.sharding(spec.placement), everywhere)
+    jitted = jax.jit(step, donate_argnums=(1, 2), out_shardings=out)
+    arguments = _arguments(spec, weights, layout, num_blocks, shape)
+    with spec.placement.own_mesh():
+        return jitted.lower(*arguments)
+
+
+def abstract_weights(spec: RunnerSpec) -> Weights:
+    """What loading a checkpoint will give, before anything is loaded: structure, shapes, dtypes and shardings."""
+    placement = spec.placement
+    parameters = {
+        path: jax.ShapeDtypeStruct(parameter.shape, spec.dtype, sharding=placement.sharding(*parameter.axes))
+        for path, parameter in parameter_specs(spec.model, placement.tensor_parallel_size).items()
+    }
+    return Weights.of(spec.run_time, spec.dtype, parameters)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What `lower_step` takes, without devices, so that it can be sent to a process that has others.
+
+    Attributes:
+        config, model, dtype, max_model_len, known_tokens, attention: as `RunnerSpec`.
+        mesh: size of each axis by name.
+        tensor, data: as `Placement`.
+        run_time: the weights' configuration.
+        leaves: shape, dtype and partition of each weight by path.
+        platform: to lower for, "cuda" or "cpu".
+        settings: of `TRACING_SETTINGS`.
+    """
+
+    config: EngineConfig
+    model: ModelConfig
+    dtype: jnp.dtype
+    max_model_len: int
+    known_tokens: np.ndarray
+    attention: Attention
+    mesh: dict[str, int]
+    tensor: tuple[str, ...]
+    data: tuple[str, ...]
+    run_time: ModelConfig
+    leaves: dict[str, tuple[tuple[int, ...], jnp.dtype, PartitionSpec]]
+    platform: str
+    settings: dict[str, Any]
+
+    @classmethod
+    def of(cls, spec: RunnerSpec, weights: Weights) -> "Recipe":
+        """For the platform of the engine's devices. Logits processors are left out: functions cannot be sent."""
+        placement = spec.placement
+        leaves = {
+            path: (leaf.shape, leaf.dtype, leaf.sharding.spec)
+            for path, leaf in zip(weights.paths, weights.leaves, strict=True)
+        }
+        return cls(
+            spec.config,
+            spec.model,
+            spec.dtype,
+            spec.max_model_len,
+            spec.known_tokens,
+            spec.attention,
+            dict(placement.mesh.shape),
+            placement.tensor,
+            placement.data,
+            weights.config,
+            leaves,
+            "cuda" if spec.platform == "gpu" else spec.platform,
+            {name: getattr(jax.config, name) for name in TRACING_SETTINGS},
+        )
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the mesh."""
+        return int(np.prod(list(self.mesh.values()), dtype=int))
+
+    def rebuild(self, devices: list[jax.Device]) -> tuple[RunnerSpec, Weights]:
+        """The arguments of `export_step`, on any devices."""
+        grid = np.asarray(devices[: self.num_devices]).reshape(tuple(self.mesh.values()))
+        mesh = Mesh(grid, tuple(self.mesh), axis_types=(AxisType.Auto,) * grid.ndim)
+        spec = RunnerSpec(
+            config=self.config,
+            model=self.model,
+            placement=Placement(mesh, self.tensor, self.data),
+            dtype=self.dtype,
+            max_model_len=self.max_model_len,
+            known_tokens=self.known_tokens,
+            chosen_attention=self.attention,
+        )
+        parameters = {
+            path: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, partition))
+            for path, (shape, dtype, partition) in self.leaves.items()
+        }
+        return spec, Weights.of(self.run_time, self.dtype, parameters)

@@ -1,0 +1,91 @@
+"""Makes the programs of one start, as many things at a time as there are cores for."""
+
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import jax
+
+from jaxllm.engine import small_batch
+from jaxllm.engine.compile_step import compile_step, is_kept
+from jaxllm.engine.lowering_pool import Lowering
+from jaxllm.engine.programs import Programs
+from jaxllm.engine.spec import RunnerSpec
+from jaxllm.engine.startup import StartupTimes
+from jaxllm.engine.step_shape import StepShape
+from jaxllm.models.weights import Weights
+
+
+class ProgramMaker:
+    """Compiles programs, lowered in processes of their own where that is faster, or takes them from an earlier start.
+
+    A context manager: processes live until it is left. Afterwards programs are still made, in this process.
+
+    Args:
+        spec: of the engine.
+        weights: abstract.
+        times: where to write down how long it takes.
+    """
+
+    def __init__(self, spec: RunnerSpec, weights: Weights, times: StartupTimes):
+        self._spec, self._weights, self._times = spec, weights, times
+        self._lowering = Lowering(spec, weights, times)
+        self._early: dict[tuple[int, StepShape], Future[jax.stages.Compiled]] = {}
+        self._threads: ThreadPoolExecutor | None = None
+
+    def __enter__(self) -> "ProgramMaker":
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        if kind is not None:
+            self.give_up()
+        self._lowering.close()
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def begin(self, num_blocks: int, shapes: list[StepShape], then: int) -> None:
+        """Make the programs that will be measured while the weights are loaded: it takes no memory of the devices.
+
+        Args:
+            num_blocks: of the KV cache that they are measured with.
+            shapes: theirs.
+            then: how many programs will follow.
+        """
+        if self._spec.platform == "cpu":  # where nothing is measured
+            return
+        if self._missing(num_blocks, shapes):
+            self._lowering.start(len(shapes) + then)
+        self._threads = ThreadPoolExecutor(len(shapes))
+        for shape in shapes:
+            self._early[num_blocks, shape] = self._threads.submit(self._compile, num_blocks, shape)
+
+    def make(self, num_blocks: int, shape: StepShape) -> jax.stages.Compiled:
+        """One program, which may be under way already."""
+        early = self._early.pop((num_blocks, shape), None)
+        return self._compile(num_blocks, shape) if early is None else early.result()
+
+    def prepare(self, programs: Programs, num_blocks: int, shapes: list[StepShape]) -> None:
+        """Make all programs of an engine, those that take the longest first.
+
+        There is a thread for each: most wait for a process to lower for them, or for a core to compile on.
+        """
+        with self._times.making_programs():
+            self._lowering.start(self._missing(num_blocks, shapes))
+            programs.prepare(sorted(shapes, key=self._has_fused_layers, reverse=True), workers=len(shapes))
+
+    def give_up(self) -> None:
+        """End with errors what waits for other processes, and the processes."""
+        self._lowering.give_up()
+
+    def _compile(self, num_blocks: int, shape: StepShape) -> jax.stages.Compiled:
+        layout = self._spec.layout
+        return compile_step(
+            self._spec, self._weights, layout, num_blocks, shape, lower=self._lowering.lower, times=self._times
+        )
+
+    def _missing(self, num_blocks: int, shapes: list[StepShape]) -> int:
+        layout = self._spec.layout
+        return sum(not is_kept(self._spec, self._weights, layout, num_blocks, shape) for shape in shapes)
+
+    def _has_fused_layers(self, shape: StepShape) -> bool:
+        """Four to six kernels instead of two or three, at about a second each to lower."""
+        spec = self._spec
+        return shape.decode and small_batch.fits(spec.attention, spec.run_time, spec.layout, shape.rows)

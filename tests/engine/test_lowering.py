@@ -1,0 +1,244 @@
+"""Programs lowered in other processes: the same programs, and nothing left behind when something goes wrong."""
+
+import logging
+import pickle
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxllm.bench.random_model import random_runner_spec
+from jaxllm.engine import lowering_pool, program_maker, startup
+from jaxllm.engine.compile_step import compile_step
+from jaxllm.engine.device_state import allocate_state
+from jaxllm.engine.executables import ExecutableCache
+from jaxllm.engine.lowering import Recipe, abstract_weights, export_step, lower_exported
+from jaxllm.engine.lowering_pool import GivenUpError, Lowering, WorkerError, worker_count
+from jaxllm.engine.program_maker import ProgramMaker
+from jaxllm.engine.programs import Programs
+from jaxllm.engine.runner import load
+from jaxllm.engine.spec import RunnerSpec
+from jaxllm.engine.startup import StartupTimes
+from jaxllm.engine.step_shape import PackedLayout, StepShape
+from jaxllm.engine.warm_up import worst_step
+from jaxllm.models.weights import Weights
+from jaxllm.sampling.variant import PLAIN
+
+OPTIONS: dict[str, Any] = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 32}
+BLOCKS = 4
+
+
+@pytest.fixture(scope="module")
+def small() -> tuple[RunnerSpec, Weights]:
+    spec, _ = random_runner_spec("tiny", **OPTIONS)
+    return spec, abstract_weights(spec)
+
+
+@pytest.fixture
+def lowering(small: tuple[RunnerSpec, Weights]) -> Iterator[Lowering]:
+    with Lowering(*small, StartupTimes(), workers=1) as made:
+        made.start(10)
+        yield made
+
+
+def run(spec: RunnerSpec, leaves: tuple[jax.Array, ...], program: jax.stages.Compiled, shape: StepShape) -> Any:
+    """Results, cache and state of a step, on the host."""
+    kv, state = spec.layout.allocate(BLOCKS, spec.placement), allocate_state(spec.state, spec.placement)
+    packed = spec.placement.put(worst_step(PackedLayout(shape), spec.max_model_len))
+    return jax.tree.map(np.asarray, program(leaves, kv, state, packed))
+
+
+def assert_same(spec: RunnerSpec, leaves: Any, shape: StepShape, one: Any, other: Any) -> None:
+    """Equal memory, aliases, shardings and results, bit by bit."""
+    ours, theirs = one.memory_analysis(), other.memory_analysis()
+    for what in ("alias", "temp", "argument", "output"):
+        name = f"{what}_size_in_bytes"
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert ours.alias_size_in_bytes >= BLOCKS * spec.layout.block_bytes
+    assert one.input_shardings == other.input_shardings
+    results = run(spec, leaves, one, shape), run(spec, leaves, other, shape)
+    assert jax.tree.structure(results[0]) == jax.tree.structure(results[1])
+    jax.tree.map(np.testing.assert_array_equal, *results)
+    assert np.any(results[0][1])  # something was computed and written
+
+
+def test_a_program_lowered_by_a_worker_is_the_same(small: Any, lowering: Lowering) -> None:
+    spec, weights = small
+    leaves = load(*random_runner_spec("tiny", **OPTIONS)).leaves
+    assert [(x.shape, x.dtype, x.sharding) for x in leaves] == [(x.shape, x.dtype, x.sharding) for x in weights.leaves]
+    shape = replace(spec.shapes.mixed[-1], sampler=PLAIN)  # others take longer to compile
+    make = partial(compile_step, spec, weights, spec.layout, BLOCKS, shape)
+    assert_same(spec, leaves, shape, make(), make(lower=lowering.lower))
+    assert lowering._times.lowered.count == 1  # by the worker
+
+
+def test_shardings_are_kept_on_two_devices() -> None:
+    """Made on other devices than it runs on."""
+    spec, checkpoint = random_runner_spec("tiny", tensor_parallel_size=2, **OPTIONS)
+    weights, shape = load(spec, checkpoint), replace(spec.shapes.decode[0], sampler=PLAIN)
+    recipe: Recipe = pickle.loads(pickle.dumps(Recipe.of(spec, weights.abstract())))
+    data = export_step(*recipe.rebuild(jax.devices()[4:]), spec.layout, BLOCKS, shape, platform=recipe.platform)
+    arguments = (spec, weights.abstract(), spec.layout, BLOCKS, shape)
+    here, there = compile_step(*arguments), lower_exported(data, *arguments).compile()
+    for ours, theirs in zip(
+        jax.tree.leaves(here.output_shardings), jax.tree.leaves(there.output_shardings), strict=True
+    ):
+        assert ours == theirs
+    assert_same(spec, weights.leaves, shape, here, there)
+
+
+def test_errors_of_a_worker_are_told_and_it_goes_on(small: Any, lowering: Lowering) -> None:
+    spec, _ = small
+    shape = spec.shapes.decode[0]
+    assert lowering._workers is not None
+    with pytest.raises(WorkerError, match="Error"):
+        lowering._workers.lower(spec.layout, -1, shape)
+    assert lowering._workers.lower(spec.layout, BLOCKS, shape)
+
+
+def test_what_a_dead_worker_does_not_lower_is_lowered_here(
+    small: Any, lowering: Lowering, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec, _ = small
+    shape = spec.shapes.decode[0]
+    assert lowering._workers is not None
+    (worker,) = lowering._workers._workers
+    worker.kill()
+    with caplog.at_level(logging.WARNING):
+        lowered = lowering.lower(spec.layout, BLOCKS, shape)
+    assert "step" in lowered.as_text()
+    assert f"{shape.name} was not lowered by a worker and is lowered here" in caplog.text
+
+
+def test_giving_up_ends_the_processes_and_who_waits_for_them(small: Any) -> None:
+    spec, weights = small
+    errors: list[BaseException] = []
+
+    def wait(lowering: Lowering) -> None:
+        try:
+            lowering.lower(spec.layout, BLOCKS, spec.shapes.decode[0])
+        except GivenUpError as error:
+            errors.append(error)
+
+    with pytest.raises(KeyboardInterrupt), Lowering(spec, weights, StartupTimes(), workers=2) as lowering:
+        lowering.start(10)
+        assert lowering._workers is not None
+        processes = [worker._process for worker in lowering._workers._workers]
+        thread = threading.Thread(target=wait, args=(lowering,))
+        thread.start()
+        raise KeyboardInterrupt
+    assert all(process.poll() is not None for process in processes)
+    thread.join()
+    assert len(errors) == 1
+
+
+def test_a_worker_ends_with_its_input(lowering: Lowering) -> None:
+    assert lowering._workers is not None
+    process = lowering._workers._workers[0]._process
+    assert process.stdin is not None
+    while lowering._workers._idle.empty():  # it has started
+        time.sleep(0.05)
+    process.stdin.close()
+    assert process.wait(timeout=60) == 0
+
+
+@pytest.mark.parametrize(
+    ("platform", "eager", "processors", "cores", "count"),
+    [("gpu", False, (), 16, 8), ("gpu", False, (), 6, 3), ("gpu", False, (), 3, 0), ("cpu", False, (), 16, 0),
+     ("gpu", True, (), 16, 0), ("gpu", False, (print,), 16, 0)],
+)  # fmt: skip
+def test_who_lowers(
+    platform: str, eager: bool, processors: tuple[Any, ...], cores: int, count: int, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(lowering_pool, "usable_cores", lambda: cores)
+    config = SimpleNamespace(enforce_eager=eager)
+    spec: Any = SimpleNamespace(platform=platform, config=config, processors=processors)
+    with caplog.at_level(logging.INFO):
+        assert worker_count(spec) == count
+    assert ("programs are lowered in this process: " in caplog.text) == (count == 0)
+
+
+def test_no_process_is_started_for_programs_that_are_kept(
+    small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, weights = small
+    monkeypatch.setitem(spec.__dict__, "executables", ExecutableCache(tmp_path, jax.devices()[:1]))
+    (*others, shape) = spec.shapes.all()
+    maker = ProgramMaker(spec, weights, StartupTimes())
+    started: list[int] = []
+    monkeypatch.setattr(maker._lowering, "start", started.append)
+    monkeypatch.setattr(spec.executables, "holds", lambda *facts: facts[2] == shape)
+    prepared: Any = SimpleNamespace(prepare=lambda shapes, workers: started.append(len(shapes)))
+    maker.prepare(prepared, BLOCKS, [shape])
+    maker.prepare(prepared, BLOCKS, [*others, shape])
+    assert started == [0, 1, len(others), len(others) + 1]
+
+
+def test_what_is_measured_is_made_while_weights_are_loaded(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, weights = small
+    made: list[tuple[int, StepShape]] = []
+    loaded = threading.Event()
+
+    def fake(spec: Any, weights: Any, layout: Any, num_blocks: int, shape: StepShape, **_: Any) -> str:
+        made.append((num_blocks, shape))
+        loaded.wait()
+        return f"{shape.name} for {num_blocks} blocks"
+
+    monkeypatch.setattr(program_maker, "compile_step", fake)
+    monkeypatch.setattr(RunnerSpec, "platform", "gpu")
+    shapes = spec.shapes.all()[:2]
+    with ProgramMaker(spec, weights, StartupTimes()) as maker:
+        maker._lowering._most = 0
+        maker.begin(BLOCKS, shapes, then=8)
+        loaded.set()
+        results: list[Any] = [maker.make(BLOCKS, shape) for shape in shapes]
+        results.append(maker.make(BLOCKS + 1, shapes[0]))
+    assert results == [
+        f"{s.name} for {n} blocks" for n, s in ((BLOCKS, shapes[0]), (BLOCKS, shapes[1]), (5, shapes[0]))
+    ]
+    assert len(made) == 3
+
+
+def test_the_first_error_of_a_program_ends_the_others(small: Any) -> None:
+    shapes = small[0].shapes.all()[:3]
+    given_up = threading.Event()
+
+    def compile_shape(shape: StepShape) -> Any:
+        if shape == shapes[1]:
+            raise ValueError(f"{shape.name} cannot be compiled")
+        assert given_up.wait(60)
+        raise GivenUpError(shape.name)
+
+    programs = Programs(compile_shape, given_up.set)
+    with pytest.raises(ValueError, match="cannot be compiled"):
+        programs.prepare(shapes, workers=3)
+    assert list(programs) == []
+
+
+def test_phases_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(startup.time, "perf_counter", iter([0, 3, 10, 11, 14, 14, 19, 20, 21]).__next__)
+    times = StartupTimes()
+    with times.phase("weights"):  # 0 to 3
+        pass
+    with times.making_programs():  # 10 to 21
+        with times.work(times.lowered):  # 11 to 14
+            pass
+        with times.work(times.compiled):  # 14 to 19
+            pass
+        with pytest.raises(ValueError, match="failed"), times.work(times.compiled):  # from 20
+            raise ValueError("failed")
+    assert times.to_dict() == {
+        "phases": {"weights": 3, "lower": 4, "compile": 7},
+        "lowered": {"programs": 1, "seconds": 3},
+        "compiled": {"programs": 1, "seconds": 5},
+        "kept": {"programs": 0, "seconds": 0},
+    }
