@@ -49,6 +49,8 @@ class _State(NamedTuple):
         least: weight above `high`: no more than that.
         pivot: a logit that the next check compares with besides the token's.
         other: and another.
+        passes: left before the candidate is taken as it is: where NaN hides what comparisons say, no loop may wait for
+            them. Two pivots a pass tell any two logits apart in far fewer.
     """
 
     next: jax.Array
@@ -62,7 +64,10 @@ class _State(NamedTuple):
     least: jax.Array
     pivot: jax.Array
     other: jax.Array
+    passes: jax.Array
 
+
+_MOST_PASSES = 100
 
 _CHECK, _DRAW, _DONE = 0, 1, 2
 
@@ -144,7 +149,7 @@ def _start(wanted: Wanted, best: jax.Array, token: jax.Array, logit: jax.Array) 
     pass; with filters 0, or the first infinite one where min_p has a limit.
     """
     largest = wanted.largest
-    filtered = (wanted.scale > 0) & (jnp.logical_not(wanted.simple) | wanted.has_min_p)
+    filtered = jnp.logical_not(wanted.simple) | wanted.has_min_p
     odd = jnp.logical_not(jnp.abs(largest) < jnp.inf)
     nothing = filtered & odd & jnp.logical_not((largest == jnp.inf) & wanted.has_min_p)
     token = jnp.where(nothing, 0, token)
@@ -165,6 +170,7 @@ def _start(wanted: Wanted, best: jax.Array, token: jax.Array, logit: jax.Array) 
         least=jnp.float32(0),
         pivot=largest - 2 * width,
         other=largest - 7 * width,
+        passes=jnp.int32(_MOST_PASSES),
     )
 
 
@@ -223,14 +229,16 @@ def _pass(block: Block, wanted: Wanted, state: _State) -> _State:
         many = tokens >= wanted.top_k
         cut = jnp.where(many | reached(weight, most), jnp.maximum(cut, limit), cut)
         sure = jnp.where(many | reached(weight, least), sure, jnp.minimum(sure, limit))
-    gone, kept = logit <= cut, wanted.simple | (logit >= sure)
+    gone, kept = logit <= cut, wanted.simple | (logit >= sure) | (state.passes <= 0)
     action = jnp.where(kept, _DONE, jnp.where(gone, _DRAW, _CHECK))
     # Where the candidate is not gone, what is looked for is top_k's limit; else where tokens begin to be kept.
     undecided = jnp.logical_not(gone | draws)
     bottom = jnp.where(undecided, bottom, jnp.maximum(cut, bottom))
     pivot = jnp.where(undecided, between, _between(bottom, sure, wanted.largest))
     other = _between(bottom, pivot, wanted.largest)
-    return _State(action.astype(jnp.int32), token, logit, cut, sure, low, high, most, least, pivot, other)
+    return _State(
+        action.astype(jnp.int32), token, logit, cut, sure, low, high, most, least, pivot, other, state.passes - 1
+    )
 
 
 def _between(low: jax.Array, high: jax.Array, largest: jax.Array) -> jax.Array:

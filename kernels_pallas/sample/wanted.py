@@ -64,7 +64,9 @@ class Wanted(NamedTuple):
         top_k: jax.Array,
     ) -> "Wanted":
         """From a row of `RowFilters` and what else there is of it."""
-        count = jnp.where(top_k > 0, top_k, LARGEST_INT).astype(jnp.float32)
+        filters = scale > 0  # greedy rows have none, whatever their numbers say, and padding rows have zeros there
+        count = jnp.where(filters & (top_k > 0), top_k, LARGEST_INT).astype(jnp.float32)
+        min_p, top_p = jnp.where(filters, min_p, -jnp.inf), jnp.where(filters, top_p, 1.0)
         floor = jnp.maximum(largest + min_p, _LOWEST)
         return cls(scale, key, largest, temperature, floor, min_p > -jnp.inf, top_p, count)
 

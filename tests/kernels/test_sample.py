@@ -103,6 +103,19 @@ def test_nan_and_infinity(execute):
     assert np.asarray(got).tolist() == [7, 0, 11, 0, 11, 0]
 
 
+def test_a_row_of_nothing_but_nan_ends_too(execute):
+    """Padding rows: their parameters are zeros, top_p among them, and what they attend to may be anything."""
+    zeros, keys = jnp.zeros((2,), jnp.float32), jnp.zeros((2, 2), jnp.uint32)
+    logits = jnp.full((2, 600), jnp.nan, jnp.float32).at[1].set(0.0)
+    top_k, suppressed = jnp.zeros((2,), jnp.int32), jnp.full((2, 16), NOTHING, jnp.int32)
+    got = execute(
+        lambda *args, **options: sample_tokens(*args, np.ones(600, bool), **options),
+        logits, zeros, top_k, zeros, zeros, keys, suppressed,
+        config=SMALL,
+    )  # fmt: skip
+    np.testing.assert_array_equal(np.asarray(got), [0, 0])
+
+
 @pytest.mark.parametrize(
     ("rows", "vocab", "end"), [(1, 151_936, 151_669), (256, 50_257, 50_257), (512, 262_144, 262_144)]
 )
