@@ -19,7 +19,9 @@ from kernels_pallas.paged_decode import DecodeConfig
 from kernels_pallas.paged_decode import bench as paged_decode
 from kernels_pallas.ragged_prefill import PrefillConfig
 from kernels_pallas.ragged_prefill import bench as ragged_prefill
+from kernels_pallas.rope_write import bench as rope_write
 from kernels_pallas.small_batch import bench as small_batch
+from kernels_pallas.swiglu import bench as swiglu
 from kernels_pallas.timing import copy_bandwidth, matmul_rate
 
 QUICK = (
@@ -31,12 +33,16 @@ QUICK = (
     ragged_prefill.POINTS[:7],
     kv_write.POINTS[1:2],
     small_batch.QUICK,
+    rope_write.QUICK,
+    swiglu.QUICK,
 )
 FULL = (
     paged_decode.GRID + paged_decode.GROUPS + paged_decode.RAGGED + paged_decode.OTHERS + paged_decode.QUANTIZED,
     ragged_prefill.POINTS,
     kv_write.POINTS,
     small_batch.POINTS,
+    rope_write.POINTS,
+    swiglu.POINTS,
 )
 TUNE = (
     tuple(
@@ -68,11 +74,20 @@ TUNE = (
         for size, blocks in ((4, 132), (8, 132), (8, 528))
     ),
     small_batch.TUNE,
+    rope_write.TUNE,
+    swiglu.TUNE,
 )
 
 
 SELECTIONS = {"quick": QUICK, "full": FULL, "tune": TUNE}
-KERNELS = ("paged_decode", "ragged_prefill", "kv_write", "small_batch")
+KERNELS = (
+    "paged_decode",
+    "ragged_prefill",
+    "kv_write",
+    "small_batch",
+    "rope_write",
+    "swiglu",
+)
 
 
 def run(selection: str, kernels: Sequence[str] = KERNELS, tell: Callable[[str], None] = print) -> dict[str, Any]:
@@ -90,12 +105,14 @@ def run(selection: str, kernels: Sequence[str] = KERNELS, tell: Callable[[str], 
     copy, matmul = copy_bandwidth(), matmul_rate()
     device = jax.devices()[0].device_kind
     tell(f"{device}: copy {copy / 1e12:.2f} TB/s, matmul {matmul / 1e12:.0f} TFLOP/s")
-    decode, prefill, write, small = SELECTIONS[selection]
+    decode, prefill, write, small, rope, gated = SELECTIONS[selection]
     measured: dict[str, Iterator[dict[str, Any]]] = {
         "paged_decode": paged_decode.measure(decode, copy),
         "ragged_prefill": ragged_prefill.measure(prefill, matmul),
         "kv_write": kv_write.measure(write, copy),
         "small_batch": small_batch.measure(small, copy),
+        "rope_write": rope_write.measure(rope, copy),
+        "swiglu": swiglu.measure(gated, matmul),
     }
     results: dict[str, Any] = {"device": device, "copy": copy, "matmul": matmul}
     for name in kernels:

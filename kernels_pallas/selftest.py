@@ -20,6 +20,8 @@ from kernels_pallas.kv_write import kv_write, kv_write_reference
 from kernels_pallas.paged_decode import DecodeConfig, paged_decode, paged_decode_reference
 from kernels_pallas.ragged_prefill import plan_prefill, ragged_prefill, ragged_prefill_reference
 from kernels_pallas.ragged_prefill.tuned import TUNED as PREFILL_CONFIGS
+from kernels_pallas.rope_write import rope_write, rope_write_reference
+from kernels_pallas.sample import sample_tokens, sample_tokens_reference
 from kernels_pallas.small_batch import (
     QKVWeights,
     gate_up,
@@ -31,6 +33,7 @@ from kernels_pallas.small_batch import (
     qkv_project_reference,
     rms_norm_reference,
 )
+from kernels_pallas.swiglu import SwigluConfig, swiglu, swiglu_reference
 
 TOLERANCE = 8e-3
 """Allowed ||kernel - reference|| / ||reference|| in bfloat16, whose rounding alone is 2e-3."""
@@ -65,7 +68,10 @@ def run(interpret: plgpu.InterpretGPUParams | None = None) -> Iterator[Outcome]:
         ("kv_write", _check_write),
         ("paged_decode", _check_decode),
         ("ragged_prefill", _check_prefill),
+        ("rope_write", _check_rope),
+        ("swiglu", _check_swiglu),
         ("small_batch", _check_small_batch),
+        ("sample", _check_sample),
     ):
         begin = time.perf_counter()
         error, raised = float("nan"), None
@@ -119,6 +125,27 @@ def _check_write(interpret: plgpu.InterpretGPUParams | None) -> float:
     return _relative_error(write(kv, k, v, slots), kv_write_reference(kv, 1, k, v, slots))
 
 
+def _check_rope(interpret: plgpu.InterpretGPUParams | None) -> float:
+    kv = jnp.zeros((2, 2, 4, 2, 16, 128), jnp.bfloat16)
+    projected = jax.random.normal(jax.random.key(0), (18, 8, 128), jnp.bfloat16)
+    angles = jnp.arange(18.0)[:, None] * jnp.ones((64,)) / 3
+    slots = jnp.array([63, 0, 17, 64, 40, 2**31 - 1, *range(20, 32)], jnp.int32)
+    norm = jnp.full((128,), 0.5, jnp.bfloat16)
+    arguments = ((projected,), jnp.cos(angles), jnp.sin(angles), kv, 1, slots)
+    q, kv = rope_write(*arguments, norms=(norm, norm), interpret=interpret)
+    want_q, want_kv = rope_write_reference(*arguments, norms=(norm, norm))
+    return max(_relative_error(q, want_q), _relative_error(kv, want_kv))
+
+
+def _check_swiglu(interpret: plgpu.InterpretGPUParams | None) -> float:
+    """With tokens left over behind the last whole tile."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = 3 * jax.random.normal(keys[0], (136, 256), jnp.bfloat16)
+    gate, up = (jax.random.normal(key, (64, 256), jnp.bfloat16) / 16 for key in keys[1:])
+    got = swiglu(x, gate, up, config=SwigluConfig(columns=64), interpret=interpret)
+    return _relative_error(got, swiglu_reference(x, gate, up))
+
+
 def _check_decode(interpret: plgpu.InterpretGPUParams | None) -> float:
     lengths = [0, 1, 150, 16]
     kv, tables = _cache(lengths, 16)
@@ -150,6 +177,18 @@ def _check_prefill(interpret: plgpu.InterpretGPUParams | None) -> float:
     )
     got = ragged_prefill(*arguments, scale=0.1, plan=plan, config=config, interpret=interpret)
     return _relative_error(got, ragged_prefill_reference(*arguments, scale=0.1))
+
+
+def _check_sample(interpret: plgpu.InterpretGPUParams | None) -> float:
+    """The share of rows whose token is another."""
+    logits = 3 * jax.random.normal(jax.random.key(0), (6, 1100), jnp.float32)
+    temperature, top_k = jnp.array([0, 1, 1, 2, 0.7, 1], jnp.float32), jnp.array([0, 0, 3, 50, 20, 0])
+    top_p, min_p = jnp.array([1, 1, 1, 0.9, 0.3, 0.05], jnp.float32), jnp.array([0, 0, 0, 0, 0, 0.01], jnp.float32)
+    keys = jax.random.bits(jax.random.key(1), (6, 2), jnp.uint32)
+    suppressed = jnp.argmax(logits, axis=1)[:, None].at[1:].set(2**30)
+    arguments = (logits, temperature, top_k, top_p, min_p, keys, suppressed, np.arange(1100) < 1050)
+    same = sample_tokens(*arguments, interpret=interpret) == sample_tokens_reference(*arguments)
+    return float(1 - jnp.mean(same))
 
 
 def _check_small_batch(interpret: plgpu.InterpretGPUParams | None) -> float:
