@@ -55,7 +55,7 @@ def compile_step(
         lower = partial(lower_step, spec, weights, times=times)
     lowered = lower(layout, num_blocks, shape)
     with _COMPILING, watch_for_cache_hits() as hits, times.work(times.compiled):
-        compiled = lowered.compile(compiler_options=_compiler_options(spec))
+        compiled = lowered.compile(compiler_options=_compiler_options(spec, shape))
     if executables is not None and not hits:
         executables.store(compiled, *facts)
     return compiled
@@ -74,19 +74,21 @@ def _kept_programs(spec: RunnerSpec) -> ExecutableCache | None:
 def _facts(spec: RunnerSpec, weights: Weights, layout: KVLayout, num_blocks: int, shape: StepShape) -> tuple[Any, ...]:
     """What tells the programs of one engine apart."""
     leaves = [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in weights.leaves]
-    return layout, num_blocks, shape, sorted(_compiler_options(spec).items()), leaves
+    return layout, num_blocks, shape, sorted(_compiler_options(spec, shape).items()), leaves
 
 
-def _compiler_options(spec: RunnerSpec) -> dict[str, Any]:
+def _compiler_options(spec: RunnerSpec, shape: StepShape) -> dict[str, Any]:
     """XLA options of a step."""
     if spec.platform != "gpu":
         return {}
-    return {
-        # Rematerialization takes every update of the cache for a copy, finds several times the device's memory in use,
-        # and spends its time on computing values twice in order to save some.
-        "xla_disable_hlo_passes": "rematerialization",
-        # Comparing implementations on the device takes half of the time to compile, and memory there, and gains
-        # nothing (H200, Qwen3-0.6B, with and without: decode steps of 64 rows 2.76 and 2.79 ms, 128 rows 4.25 and 4.25,
-        # 256 rows 6.76 and 6.74, 512 rows 11.95 and 11.96).
-        "xla_gpu_autotune_level": 0,
-    }
+    # Rematerialization takes every update of the cache for a copy, finds several times the device's memory in use, and
+    # spends its time on computing values twice in order to save some.
+    options: dict[str, Any] = {"xla_disable_hlo_passes": "rematerialization"}
+    if spec.config.enforce_eager or not shape.decode:
+        # Of many tokens cuBLAS multiplies at 700 TFLOP/s as it is, faster than the kernels that XLA generates and
+        # chooses on the device, and there is nothing to choose (H200, Qwen3-0.6B, 16,384 tokens: 45.4 and 47.9 ms,
+        # compiled in 4 and 16 s). Of few tokens the generated kernels win (64 rows: 2.76 and 3.18 ms), but only those
+        # chosen on the device: the one that XLA takes without trying is ten times as slow. And where programs are
+        # compiled when the cache has the memory already, nothing can be tried.
+        options |= {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+    return options

@@ -42,7 +42,7 @@ class ProgramMaker:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
     def begin(self, num_blocks: int, shapes: list[StepShape], then: int) -> None:
-        """Make the programs that will be measured while the weights are loaded: it takes no memory of the devices.
+        """Make the programs that will be measured while the weights are loaded: it takes little memory of the devices.
 
         Args:
             num_blocks: of the KV cache that they are measured with.
@@ -88,4 +88,4 @@ class ProgramMaker:
     def _has_fused_layers(self, shape: StepShape) -> bool:
         """Four to six kernels instead of two or three, at about a second each to lower."""
         spec = self._spec
-        return shape.decode and small_batch.fits(spec.attention, spec.run_time, spec.layout, shape.rows)
+        return shape.decode and small_batch.fits(spec.attention, spec.run_time, spec.layout, shape.rows, spec.dtype)

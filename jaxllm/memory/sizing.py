@@ -32,6 +32,10 @@ HOST_SHARE = 0.1
 ALLOCATOR_SLACK = 128 * MIB
 """Reserved beside what programs ask for: JAX's allocator hands out a region whole if less than this would be left."""
 
+SPARE_SHARE = 16
+"""Programs are measured with a small cache. XLA orders a program by what its arguments leave of the device, and with
+the real cache it can need a few per cent more; without room for that all programs would be compiled twice."""
+
 RESERVE_GRAIN = 16 * MIB
 """The reserve is a multiple of this, so that starts of the same engine get the same number of blocks."""
 
@@ -45,6 +49,7 @@ class CacheDemand:
             `kv_cache_memory_bytes`.
         model: the checkpoint's shapes, for predictions.
         itemsize: bytes of an element of weights and activations.
+        kv_dtype: of the cache.
         block_bytes: of one block on one device.
         max_model_len: most tokens of a request.
         step_buffer_bytes: inputs and outputs of the steps that are in flight.
@@ -53,6 +58,7 @@ class CacheDemand:
     config: EngineConfig
     model: ModelConfig
     itemsize: int
+    kv_dtype: str
     block_bytes: int
     max_model_len: int
     step_buffer_bytes: int = 0
@@ -110,7 +116,7 @@ def size_kv_cache(
     on_host = devices[0].memory_stats() is None
     programs = () if on_host else measure()
     views = [read_device(device) for device in devices]
-    report = report_of(devices[0].platform, views, demand, programs)
+    report = report_of(devices[0].platform, views, demand, programs, spare=SPARE_SHARE)
     return replace(report, measure_seconds=time.perf_counter() - start)
 
 
@@ -127,15 +133,28 @@ def blocks_that_fit(devices: Sequence[jax.Device], demand: CacheDemand, report: 
 
 
 def report_of(
-    platform: str, views: Sequence[DeviceView], demand: CacheDemand, programs: tuple[ProgramReport, ...]
+    platform: str,
+    views: Sequence[DeviceView],
+    demand: CacheDemand,
+    programs: tuple[ProgramReport, ...],
+    spare: int | None = None,
 ) -> MemoryReport:
     """The report that follows from views and measurements; pure, so that tests can make both up.
+
+    Args:
+        platform: of the devices.
+        views: of each.
+        demand: what is wanted.
+        programs: as measured.
+        spare: what is reserved beyond what they need: their need divided by this; None for nothing.
 
     Raises:
         BudgetError: as `size_kv_cache`.
     """
     config = demand.config
     reserve = reserve_bytes(demand, programs)
+    if spare is not None:
+        reserve += _whole_grains(reserve // spare)
     budgets = tuple(
         _host_budget(view, demand, len(views)) if view.allocator is None else _budget(view, demand, reserve)
         for view in views
@@ -173,6 +192,7 @@ def report_of(
         num_kvcache_blocks=size.num_blocks,
         block_size=config.kvcache_block_size,
         block_bytes=demand.block_bytes,
+        kv_cache_dtype=demand.kv_dtype,
         bound_by=size.bound_by,
         device=size.device,
         max_model_len=demand.max_model_len,
@@ -188,7 +208,11 @@ def reserve_bytes(demand: CacheDemand, programs: Sequence[ProgramReport]) -> int
     Rounded up, since two compilations of one program can differ by a few hundred bytes.
     """
     largest = max((program.transient for program in programs), default=0)
-    return -(-(largest + demand.step_buffer_bytes) // RESERVE_GRAIN) * RESERVE_GRAIN + ALLOCATOR_SLACK
+    return _whole_grains(largest + demand.step_buffer_bytes) + ALLOCATOR_SLACK
+
+
+def _whole_grains(size: int) -> int:
+    return -(-size // RESERVE_GRAIN) * RESERVE_GRAIN
 
 
 def _budget(view: DeviceView, demand: CacheDemand, reserve: int, weights: int | None = None) -> DeviceBudget:
