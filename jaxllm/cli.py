@@ -27,6 +27,7 @@ def size(text: str) -> int:
 
 ENGINE_HELP: dict[str, tuple[Callable[[str], Any], str]] = {
     "dtype": (str, "float32, bfloat16, float16, or auto: the checkpoint's, and float32 on a CPU"),
+    "kv_cache_dtype": (str, "fp8 or fp8_e4m3 (one byte a number), or auto, the default: as --dtype"),
     "attention": (str, "mosaic_gpu (kernels for NVIDIA Hopper GPUs), xla (runs everywhere), or auto, the default"),
     "max_num_batched_tokens": (int, "most tokens of one step over all requests"),
     "max_num_seqs": (int, "most requests in one step"),

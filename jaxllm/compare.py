@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxllm import cli
-from jaxllm.comparison.verdict import DEFAULTS, Tolerances, find_excesses
+from jaxllm.comparison.verdict import DEFAULTS, QUANTIZED_GAP, Tolerances, find_excesses
+from jaxllm.config import KV_CACHE_DTYPES
 
 DESCRIPTION = """Compare jaxllm with transformers (PyTorch) on one checkpoint, part by part.
 
@@ -22,6 +23,7 @@ difference over the largest |logit|."""
 EPILOG = """examples:
   python -m jaxllm.compare --model smollm2
   python -m jaxllm.compare --model ./Qwen3-0.6B --dtype bfloat16
+  python -m jaxllm.compare --model ./Qwen3-0.6B --kv-cache-dtype fp8
   python -m jaxllm.compare --model ./ported.gguf --reference ./original --tolerance logits=0.1 --tolerance kl=0.05
 
 exit codes: 0 within tolerance; 1 a tolerance is exceeded; 2 wrong usage or model; 130 interrupted"""
@@ -34,6 +36,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--reference", help="another checkpoint of the same shapes for the PyTorch side")
     parser.add_argument("--reference-device", choices=("cpu", "cuda"), default="cpu", help="default cpu")
     parser.add_argument("--dtype", choices=tuple(DEFAULTS), default="float32", help="of both sides; default float32")
+    parser.add_argument(
+        "--kv-cache-dtype",
+        choices=tuple(KV_CACHE_DTYPES),
+        default="auto",
+        help="of our KV cache; with fp8 the error that it causes is shown as well; default auto: as --dtype",
+    )
     parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="INT", help="devices of our side")
     parser.add_argument(
         "--prompt", action="append", default=[], metavar="TEXT", help="instead of the built-in ones; repeatable"
@@ -54,7 +62,8 @@ def make_parser() -> argparse.ArgumentParser:
         default=[],
         type=_tolerance,
         metavar="FIGURE=VALUE",
-        help=f"allow more or less; repeatable. Defaults: {shown}",
+        help=f"allow more or less; repeatable. Defaults: {shown}. With an fp8 KV cache gap is at least "
+        f"{QUANTIZED_GAP:g}",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     return parser
@@ -89,7 +98,7 @@ def _compare(args: argparse.Namespace, model: Any, reference: Any) -> Any:
     import jax
 
     from jaxllm.comparison.metrics import Continuation
-    from jaxllm.comparison.ours import compare_parts, engine_continuations, make_llm
+    from jaxllm.comparison.ours import compare_parts, compare_through_cache, engine_continuations, make_llm
     from jaxllm.comparison.prompts import find_tokenizer, tokenize
     from jaxllm.comparison.reference import check_checkpoints, run_reference
     from jaxllm.comparison.report import Report
@@ -110,26 +119,31 @@ def _compare(args: argparse.Namespace, model: Any, reference: Any) -> Any:
     llm = make_llm(
         args.model,
         dtype=args.dtype,
+        kv_cache_dtype=args.kv_cache_dtype,
         tensor_parallel_size=args.tensor_parallel_size,
         num_prompts=len(prompts),
         max_len=max(map(len, prompts)) + args.tokens,
         tokenizer=tokenizer is not None,
     )
-    parts, logits = compare_parts(llm.engine.runner.weights, traces, num_valid)
+    weights, scales = llm.engine.runner.weights, llm.engine.runner.layout.scales
+    parts, logits = compare_parts(weights, traces, num_valid)
+    through_cache = None if scales is None else compare_through_cache(weights, traces, num_valid, scales)
     generated = engine_continuations(llm, prompts, args.tokens) if args.tokens else []
     continuations = [Continuation.of(ours, trace) for ours, trace in zip(generated, traces, strict=False)]
-    tolerances = Tolerances.of(args.dtype, dict(args.tolerance))
+    tolerances = Tolerances.of(args.dtype, dict(args.tolerance), quantized=scales is not None)
     return Report(
         model=args.model,
         reference=args.reference or args.model,
         dtype=args.dtype,
+        kv_cache_dtype=args.kv_cache_dtype,
         devices={"ours": f"JAX on {jax.devices()[0].device_kind}", "reference": f"PyTorch on {args.reference_device}"},
         prompt_tokens=[len(prompt) for prompt in prompts],
         parts=parts,
         logits=logits,
+        through_cache=through_cache,
         continuations=continuations,
         tolerances=tolerances,
-        excesses=find_excesses(parts, logits, continuations, tolerances),
+        excesses=find_excesses(parts, logits, continuations, tolerances, through_cache),
     )
 
 

@@ -10,6 +10,8 @@ logger = logging.getLogger(__name__)
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTIONS = ("auto", "xla", "mosaic_gpu")
+KV_CACHE_DTYPES = {"auto": None, "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
+"""JAX's names for what `kv_cache_dtype` stands for; None is the model's dtype."""
 DEFAULT_MAX_MODEL_LEN = 4096
 
 
@@ -29,7 +31,10 @@ class EngineConfig:
         num_kvcache_blocks: KV blocks; -1 takes as many as fit.
         kv_cache_memory_bytes: bytes of each device for the KV cache, instead of what `gpu_memory_utilization` leaves.
         enable_prefix_caching: share the KV of equal beginnings between requests.
-        dtype: of weights, activations and KV cache. "auto" is the checkpoint's own, and float32 on a CPU.
+        dtype: of weights and activations. "auto" is the checkpoint's own, and float32 on a CPU.
+        kv_cache_dtype: "auto" is `dtype`; "fp8" and "fp8_e4m3" are float8_e4m3fn: one byte a number, twice the tokens
+            in the same memory, keys and values rounded to 4 significant bits. They are divided by the checkpoint's
+            scales of each layer, or by 1 where it has none.
         attention: "mosaic_gpu", the Pallas kernels for NVIDIA Hopper GPUs; "xla", which runs everywhere; or "auto": the
             kernels where they run.
         enforce_eager: compile each program when it is first needed instead of before the engine is ready: starts
@@ -52,6 +57,7 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None
     enable_prefix_caching: bool = True
     dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
     attention: str = "auto"
     enforce_eager: bool = False
     skip_tokenizer_init: bool = False
@@ -76,6 +82,8 @@ class EngineConfig:
         real("gpu_memory_utilization", self.gpu_memory_utilization)
         self._require(0 < self.gpu_memory_utilization <= 1, "gpu_memory_utilization", "in (0, 1]")
         self._require(self.dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}")
+        names = f"one of {', '.join(KV_CACHE_DTYPES)} (e5m2 has too few significant bits)"
+        self._require(self.kv_cache_dtype in tuple(KV_CACHE_DTYPES), "kv_cache_dtype", names)
         self._require(self.attention in ATTENTIONS, "attention", f"one of {', '.join(ATTENTIONS)}")
         for name in ("enable_prefix_caching", "enforce_eager", "skip_tokenizer_init"):
             if not isinstance(getattr(self, name), bool):
@@ -105,6 +113,15 @@ class EngineConfig:
         if self.dtype != "auto":
             return self.dtype
         return "float32" if platform == "cpu" else model.dtype
+
+    @property
+    def quantizes_kv(self) -> bool:
+        """Whether the KV cache has another dtype than the model, and scales."""
+        return KV_CACHE_DTYPES[self.kv_cache_dtype] is not None
+
+    def kv_dtype_name(self, dtype: str) -> str:
+        """The dtype of the KV cache of a model in `dtype`."""
+        return KV_CACHE_DTYPES[self.kv_cache_dtype] or dtype
 
     def _require(self, condition: bool, name: str, allowed: str) -> None:
         if not condition:

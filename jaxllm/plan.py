@@ -28,7 +28,7 @@ EPILOG = """examples:
   python -m jaxllm.plan Qwen/Qwen3-14B --device-memory 80GiB --tensor-parallel-size 2 --kv-cache-dtype fp8
   python -m jaxllm.plan ./model --device-memory 80GiB --weight-bytes 14GiB --activation-bytes 4GiB --other-bytes 1GiB
 
-fp8 and other dtypes of the table are arithmetic: see docs/memory.md for what the engine can run.
+The engine runs --kv-cache-dtype auto, fp8 and fp8_e4m3; weights in fp8 and other KV dtypes are arithmetic.
 exit codes: 0 done; 1 nothing fits; 2 wrong usage or model"""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")

@@ -4,10 +4,35 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
+import pytest
 
 
-def reference_model(path: Path, gguf_file: str | None = None) -> Any:
+def round_reference_kv(monkeypatch: pytest.MonkeyPatch, scales: Sequence[tuple[float, float]]) -> None:
+    """Let attention of transformers' Qwen3 see K and V as a float8 cache holds them: rounded by ml_dtypes.
+
+    Args:
+        monkeypatch: undoes it.
+        scales: of each layer's K and V.
+    """
+    import torch
+    from transformers.models.qwen3 import modeling_qwen3
+
+    attention = modeling_qwen3.eager_attention_forward
+
+    def rounded(values: Any, scale: float) -> Any:
+        scaled = np.clip(values.numpy() / np.float32(scale), -448, 448).astype(ml_dtypes.float8_e4m3fn)
+        return torch.from_numpy(scaled.astype(np.float32) * np.float32(scale))
+
+    def forward(module: Any, query: Any, key: Any, value: Any, *args: Any, **options: Any) -> Any:
+        k, v = scales[module.layer_idx]
+        return attention(module, query, rounded(key, k), rounded(value, v), *args, **options)
+
+    monkeypatch.setattr(modeling_qwen3, "eager_attention_forward", forward)
+
+
+def reference_model(path: Path, gguf_file: str | None = None, **options: Any) -> Any:
     """The checkpoint as transformers loads it, float32, on the CPU."""
     import torch
     import transformers
@@ -16,7 +41,8 @@ def reference_model(path: Path, gguf_file: str | None = None) -> Any:
     quantization = {}
     if gguf_file and hasattr(transformers, "GgufConfig"):  # such versions compute on packed weights where they can
         quantization["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    return AutoModelForCausalLM.from_pretrained(path, gguf_file=gguf_file, dtype=torch.float32, **quantization).eval()
+    options = {"dtype": torch.float32, **quantization, **options}
+    return AutoModelForCausalLM.from_pretrained(path, gguf_file=gguf_file, **options).eval()
 
 
 def reference_logits(model: Any, tokens: np.ndarray) -> np.ndarray:

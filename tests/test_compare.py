@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from reference import reference_logits, reference_model, round_reference_kv
 from safetensors.numpy import load_file, save_file
 from tiny import VOCAB_SIZE, tiny_checkpoint
 
 from jaxllm.compare import main
+from jaxllm.comparison.metrics import LogitsDifference
 
 torch = pytest.importorskip("torch")
 needs_demo = pytest.mark.skipif(
@@ -114,6 +116,22 @@ def test_the_text_names_layer_figure_and_tolerance(tmp_path: Path, capsys: pytes
         options += ["--tolerance", f"{name}=100"]
     assert main(options) == 0
     assert "passed" in capsys.readouterr().out
+
+
+def test_a_quantized_cache_and_its_error(tmp_path: Path, compare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is the one that transformers makes with K and V rounded by ml_dtypes."""
+    folder, prompt = tiny_checkpoint(tmp_path), [5, 80, 3, 200, 7, 41, 111, 9, 250, 30]
+    options = ("--kv-cache-dtype", "fp8", "--tokens", "1", "--tolerance", "cache_kl=1e-6")
+    code, report = compare(folder, *options, "--prompt-ids", ",".join(map(str, prompt)))
+    assert code == 1 and [excess["figure"] for excess in report["excesses"]] == ["cache_kl"]
+    assert report["logits"]["kl_max"] < 1e-9  # without the cache: weights and formulas are right
+    model = reference_model(folder, attn_implementation="eager")
+    exact = reference_logits(model, np.array([prompt]))[0]
+    round_reference_kv(monkeypatch, [(1.0, 1.0)] * 2)
+    want = LogitsDifference.of(reference_logits(model, np.array([prompt]))[0], exact, num_valid=330)
+    got = report["through_cache"]
+    assert got["kl_mean"] == pytest.approx(want.kl_mean, rel=1e-2) and got["kl_max"] > 1e-5
+    assert (got["positions"], got["top1"]) == (10, want.top1)
 
 
 def test_without_a_tokenizer(tmp_path: Path, compare: Any, capsys: pytest.CaptureFixture[str]) -> None:

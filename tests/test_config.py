@@ -21,6 +21,7 @@ def test_defaults_are_those_of_the_documentation() -> None:
         ("kvcache_block_size", 8), ("kvcache_block_size", 100), ("kvcache_block_size", 272), ("num_kvcache_blocks", 0),
         ("num_kvcache_blocks", -2), ("gpu_memory_utilization", 0), ("gpu_memory_utilization", 1.01),
         ("gpu_memory_utilization", float("nan")), ("dtype", "int8"), ("attention", "triton"),
+        ("kv_cache_dtype", "fp8_e5m2"), ("kv_cache_dtype", "bfloat16"), ("kv_cache_dtype", None),
     ],
 )  # fmt: skip
 def test_out_of_range(option: str, value: Any) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 
 from jaxllm.bench.random_model import random_runner_spec
-from jaxllm.cache.kv_array import KVLayout
 from jaxllm.engine import runner as engine_runner
 from jaxllm.engine.compile_step import compile_step
 from jaxllm.engine.engine import Engine
@@ -41,7 +40,7 @@ def transients(shape: str, utilization: float, settings: list[dict[str, Any]]) -
         spec, checkpoint = random_runner_spec(shape, gpu_memory_utilization=utilization, **setting)
         weights = weights or engine_runner.load(spec, checkpoint)
         config = spec.config
-        layout = KVLayout.of(weights.config, config.kvcache_block_size, spec.dtype, 1)
+        layout = spec.layout
         shapes = largest(spec.shapes)
         compile_for = partial(partial, compile_step, spec, weights, layout)
         programs = measure(weights.leaves, layout, spec.placement, spec.state, shapes, spec.max_model_len, compile_for)

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from jaxllm.checkpoint.checkpoint import Checkpoint, CheckpointError, LazyTensor
+from jaxllm.checkpoint.kv_scales import is_kv_scale
 from jaxllm.models.config import SUPPORTED_DTYPES
 from jaxllm.models.params import ParamSpec
 from jaxllm.parallel.placement import Placement
@@ -26,8 +27,9 @@ QUANTIZED_SUFFIXES = (".qweight", ".qzeros", ".g_idx", ".scales", ".weight_packe
 def check_tensors(tensors: Mapping[str, LazyTensor], specs: Mapping[str, ParamSpec], name: str = "checkpoint") -> None:
     """Raise one CheckpointError with all missing, unexpected, misshapen tensors and those of an unsupported dtype.
 
-    Allowed to be present and unused: rotary inverse frequencies, and an output matrix equal to the embedding where the
-    model ties both. One that differs is refused: the config and the file disagree on what the model is.
+    Allowed to be present and unused: rotary inverse frequencies, scales of a quantized KV cache (`kv_scales` reads
+    them), and an output matrix equal to the embedding where the model ties both. One that differs is refused: the
+    config and the file disagree on what the model is.
     """
     needed = {spec.name: spec for spec in specs.values()}
     missing = sorted(set(needed) - set(tensors))
@@ -88,7 +90,7 @@ def load_parameters(
 
 
 def _is_ignored(name: str, tensors: Mapping[str, LazyTensor]) -> bool:
-    if name.endswith(IGNORED_SUFFIXES):
+    if name.endswith(IGNORED_SUFFIXES) or is_kv_scale(name):
         return True
     return name == TIED_OUTPUT and EMBEDDING in tensors and tensors[EMBEDDING].shape == tensors[name].shape
 

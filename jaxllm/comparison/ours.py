@@ -8,8 +8,10 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Shaped
 
+from jaxllm.cache.kv_array import LayerScales
 from jaxllm.comparison.metrics import Difference, LogitsDifference, PartDifference, Trace, part_names
 from jaxllm.layers.attention import causal_attention
+from jaxllm.layers.kv_quantization import KVScales, rounded_as_in_cache
 from jaxllm.llm import LLM
 from jaxllm.models.decoder import Decoder
 from jaxllm.models.weights import Weights
@@ -22,7 +24,14 @@ _STEP_TOKENS = 64
 
 
 def make_llm(
-    model: str, *, dtype: str, tensor_parallel_size: int, num_prompts: int, max_len: int, tokenizer: bool
+    model: str,
+    *,
+    dtype: str,
+    kv_cache_dtype: str,
+    tensor_parallel_size: int,
+    num_prompts: int,
+    max_len: int,
+    tokenizer: bool,
 ) -> LLM:
     """An engine that is just large enough for the comparison; its weights serve the dense passes as well."""
     block_size = 64
@@ -31,6 +40,7 @@ def make_llm(
     return LLM(
         model,
         dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype,
         tensor_parallel_size=tensor_parallel_size,
         max_num_seqs=rows,
         max_num_batched_tokens=_STEP_TOKENS,
@@ -79,8 +89,30 @@ def compare_parts(
     return differences, logits
 
 
-def _parts(weights: Weights, length: int) -> list[Part]:
-    """The model's parts as functions from host to host, for up to `length` tokens.
+def compare_through_cache(
+    weights: Weights, traces: Sequence[Trace], num_valid: int, scales: LayerScales
+) -> LogitsDifference:
+    """Our model's logits against the reference's where attention sees keys and values as a quantized cache holds them.
+
+    Args:
+        weights: ours.
+        traces: the reference's outputs.
+        num_valid: ids that the tokenizer knows.
+        scales: of the cache.
+    """
+    vocab_size = traces[0].outputs[-1].shape[-1]
+    parts = _parts(weights, max(len(trace.tokens) for trace in traces), scales)
+    logits = LogitsDifference()
+    for trace in traces:
+        own: np.ndarray = trace.tokens
+        for part in parts:
+            own = part(own)
+        logits |= LogitsDifference.of(own[:, :vocab_size], trace.outputs[-1], num_valid)
+    return logits
+
+
+def _parts(weights: Weights, length: int, scales: LayerScales | None = None) -> list[Part]:
+    """The model's parts as functions from host to host, for up to `length` tokens; with `scales`, K and V are rounded.
 
     All inputs are padded to `length`, and layers are passed as arguments to one function: each kind of part compiles
     once, however many layers and prompts there are. No token sees the padding after it.
@@ -103,7 +135,8 @@ def _parts(weights: Weights, length: int) -> list[Part]:
 
     def layer(index: int) -> Part:
         graphdef, state = nnx.split(model.layers[index])
-        return part(lambda x: _layer(graphdef, state, x, angles))
+        own = None if scales is None else jnp.asarray(scales[index], jnp.float32)
+        return part(lambda x: _layer(graphdef, state, x, angles, own))
 
     return [
         whole(lambda model, tokens: model.embed_tokens(tokens)),
@@ -115,11 +148,17 @@ def _parts(weights: Weights, length: int) -> list[Part]:
 
 @jax.jit(static_argnums=0)
 def _layer(
-    graphdef: nnx.GraphDef, state: nnx.State, x: Float[Array, "tokens hidden"], angles: tuple[Array, Array]
+    graphdef: nnx.GraphDef,
+    state: nnx.State,
+    x: Float[Array, "tokens hidden"],
+    angles: tuple[Array, Array],
+    scales: KVScales | None,
 ) -> Float[Array, "tokens hidden"]:
     """One block with dense causal attention."""
 
     def dense(_layer: int, q: Array, k: Array, v: Array, cache: None) -> tuple[Array, None]:
+        if scales is not None:
+            k, v = rounded_as_in_cache(k, scales[0]), rounded_as_in_cache(v, scales[1])
         return causal_attention(q, k, v), cache
 
     return nnx.merge(graphdef, state)(x, angles, 0, dense, None)[0]

@@ -18,10 +18,13 @@ class Report:
         model: our side's checkpoint.
         reference: the PyTorch side's.
         dtype: of both.
+        kv_cache_dtype: the option, of our side.
         devices: where each ran, by side.
         prompt_tokens: length of every prompt.
         parts: by part of the model.
         logits: over all positions.
+        through_cache: the same where attention sees keys and values as the quantized cache holds them; None where it
+            is not quantized.
         continuations: by prompt; empty where none was asked for.
         tolerances: what was allowed.
         excesses: what was too large.
@@ -30,28 +33,23 @@ class Report:
     model: str
     reference: str
     dtype: str
+    kv_cache_dtype: str
     devices: dict[str, str]
     prompt_tokens: list[int]
     parts: list[PartDifference]
     logits: LogitsDifference
+    through_cache: LogitsDifference | None
     continuations: list[Continuation]
     tolerances: Tolerances
     excesses: list[Excess]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON; a figure that is not finite is None."""
-        logits = self.logits
+        through_cache = None if self.through_cache is None else _figures(self.through_cache)
         data = {
             **asdict(self),
-            "logits": {
-                "positions": logits.positions,
-                "max_abs": logits.max_abs,
-                "largest": logits.largest,
-                "relative": logits.relative,
-                "kl_mean": logits.kl_mean,
-                "kl_max": logits.kl_max,
-                "top1": logits.top1,
-            },
+            "logits": _figures(self.logits),
+            "through_cache": through_cache,
             "passed": not self.excesses,
         }
         return _finite(data)
@@ -76,10 +74,10 @@ class Report:
             )
         yield ""
         yield self._standing_out()
-        logits = self.logits
-        yield f"logits: max abs {logits.max_abs:.2e}, {logits.relative:.2e} of the largest |logit| {logits.largest:.3g}"
-        yield f"KL divergence: mean {logits.kl_mean:.2e}, max {logits.kl_max:.2e} nats"
-        yield f"top-1 agreement: {logits.agreeing} of {logits.positions} positions ({logits.top1:.1%})"
+        yield from _logits_lines(self.logits)
+        if self.through_cache is not None:
+            yield f"with keys and values as the KV cache holds them ({self.kv_cache_dtype}):"
+            yield from (f"  {line}" for line in _logits_lines(self.through_cache))
         for index, continuation in enumerate(self.continuations):
             yield f"greedy, prompt {index}: {_agreement(continuation)}"
         yield ""
@@ -98,6 +96,17 @@ class Report:
         median = statistics.median(part.local.relative for part in layers)
         times = f", {worst.local.relative / median:.1f} times the median layer's" if median > 0 else ""
         return f"largest local difference of a layer: {worst.local.relative:.2e} in {worst.part}{times}"
+
+
+def _figures(logits: LogitsDifference) -> dict[str, float]:
+    names = ("positions", "max_abs", "largest", "relative", "kl_mean", "kl_max", "top1")
+    return {name: getattr(logits, name) for name in names}
+
+
+def _logits_lines(logits: LogitsDifference) -> Iterator[str]:
+    yield f"logits: max abs {logits.max_abs:.2e}, {logits.relative:.2e} of the largest |logit| {logits.largest:.3g}"
+    yield f"KL divergence: mean {logits.kl_mean:.2e}, max {logits.kl_max:.2e} nats"
+    yield f"top-1 agreement: {logits.agreeing} of {logits.positions} positions ({logits.top1:.1%})"
 
 
 def _agreement(continuation: Continuation) -> str:

@@ -16,6 +16,7 @@ class Tolerances:
         logits: largest difference of logits, in units of the largest |logit|.
         kl: largest KL divergence of a position, in nats.
         gap: largest distance of the reference's two largest logits where a greedy continuation may part from it.
+        cache_kl: largest KL divergence of a position, in nats, that a quantized KV cache may cause.
     """
 
     local: float
@@ -23,11 +24,15 @@ class Tolerances:
     logits: float
     kl: float
     gap: float
+    cache_kl: float
 
     @classmethod
-    def of(cls, dtype: str, changes: Mapping[str, float] | None = None) -> "Tolerances":
-        """Those of `dtype`, with `changes` by name."""
-        return cls(**{**DEFAULTS[dtype], **(changes or {})})
+    def of(cls, dtype: str, changes: Mapping[str, float] | None = None, *, quantized: bool = False) -> "Tolerances":
+        """Those of `dtype`, with `changes` by name; continuations part early where the KV cache is `quantized`."""
+        defaults = DEFAULTS[dtype]
+        if quantized:
+            defaults = {**defaults, "gap": max(defaults["gap"], QUANTIZED_GAP)}
+        return cls(**{**defaults, **(changes or {})})
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -36,11 +41,14 @@ class Tolerances:
 
 
 DEFAULTS: dict[str, dict[str, float]] = {
-    "float32": {"local": 1e-5, "hidden": 1e-4, "logits": 1e-4, "kl": 1e-6, "gap": 1e-3},
-    "float16": {"local": 5e-3, "hidden": 2e-2, "logits": 2e-2, "kl": 1e-2, "gap": 0.1},
-    "bfloat16": {"local": 4e-2, "hidden": 0.15, "logits": 0.1, "kl": 0.1, "gap": 0.75},
+    "float32": {"local": 1e-5, "hidden": 1e-4, "logits": 1e-4, "kl": 1e-6, "gap": 1e-3, "cache_kl": 0.5},
+    "float16": {"local": 5e-3, "hidden": 2e-2, "logits": 2e-2, "kl": 1e-2, "gap": 0.1, "cache_kl": 0.51},
+    "bfloat16": {"local": 4e-2, "hidden": 0.15, "logits": 0.1, "kl": 0.1, "gap": 0.75, "cache_kl": 0.6},
 }
 """By dtype: several times what unchanged checkpoints show, whose figures grow with depth and width."""
+
+QUANTIZED_GAP = 0.75
+"""The least `gap` where the KV cache is float8."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +76,7 @@ def find_excesses(
     logits: LogitsDifference,
     continuations: Sequence[Continuation],
     tolerances: Tolerances,
+    through_cache: LogitsDifference | None = None,
 ) -> list[Excess]:
     """Every part whose own error is too large; of what follows from it, the first hidden state and the totals."""
     found = [
@@ -80,7 +89,10 @@ def find_excesses(
         Excess("hidden", f"{part.part} (the first of {len(drifted)})", part.cumulative.relative, tolerances.hidden)
         for part in drifted[:1]
     ]
-    for name, value in (("logits", logits.relative), ("kl", logits.kl_max)):
+    totals = [("logits", logits.relative), ("kl", logits.kl_max)]
+    if through_cache is not None:
+        totals.append(("cache_kl", through_cache.kl_max))
+    for name, value in totals:
         limit = getattr(tolerances, name)
         if _exceeds(value, limit):
             found.append(Excess(name, "the output", value, limit))

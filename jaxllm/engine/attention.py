@@ -9,21 +9,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int, Shaped
 
 from jaxllm.cache.kv_array import KVLayout
+from jaxllm.layers.kv_quantization import KVScales, quantize
 from jaxllm.layers.paged_attention import PagedBatch, QueryTiles, paged_attention, query_tiles, write_kv
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.decoder import Attend
 from jaxllm.parallel.placement import Placement
 from kernels_pallas import hopper, selftest
 from kernels_pallas.kv_write import kv_write
-from kernels_pallas.paged_decode import DecodePlan, paged_decode, plan_decode, tuned_config
+from kernels_pallas.paged_decode import DecodePlan, paged_decode, paged_decode_write, plan_decode, tuned_config
+from kernels_pallas.paged_decode.mosaic_gpu import QUANTIZED_DTYPES
 from kernels_pallas.ragged_prefill import PrefillPlan, plan_prefill, ragged_prefill
 
 logger = logging.getLogger(__name__)
 
-KVArray = Float[Array, "layers 2 blocks kv_heads block_size head_dim"]
+KVArray = Shaped[Array, "layers 2 blocks kv_heads block_size head_dim"]
 
 TESTED = {("0.11.2", "NVIDIA H200")}
 """Versions of jax and devices that the kernels' GPU tests were run on; elsewhere they test themselves at start-up."""
@@ -32,15 +34,15 @@ TESTED = {("0.11.2", "NVIDIA H200")}
 class Attention(StrEnum):
     """How K and V are written and attended over.
 
-    XLA runs everywhere. MOSAIC_GPU needs an NVIDIA Hopper GPU, bfloat16 or float16, and head and block sizes that the
-    kernels know.
+    XLA runs everywhere. MOSAIC_GPU needs an NVIDIA Hopper GPU, bfloat16 or float16 (the cache may be float8), and head
+    and block sizes that the kernels know.
     """
 
     XLA = "xla"
     MOSAIC_GPU = "mosaic_gpu"
 
 
-def choose_attention(requested: str, model: ModelConfig, layout: KVLayout, mesh: Mesh) -> Attention:
+def choose_attention(requested: str, model: ModelConfig, layout: KVLayout, mesh: Mesh, dtype: jnp.dtype) -> Attention:
     """The attention for a model on a mesh; the choice and its reason are logged.
 
     Args:
@@ -48,6 +50,7 @@ def choose_attention(requested: str, model: ModelConfig, layout: KVLayout, mesh:
         model: run-time shapes.
         layout: of the KV cache.
         mesh: all devices are taken to be of one kind.
+        dtype: of the model.
 
     Raises:
         ValueError: if the kernels are asked for and cannot run here; says why.
@@ -56,7 +59,7 @@ def choose_attention(requested: str, model: ModelConfig, layout: KVLayout, mesh:
     if requested == Attention.XLA:
         return Attention.XLA
     device = mesh.devices.flat[0]
-    reason = _refusal(model, layout, device)
+    reason = _refusal(model, layout, device, dtype)
     if reason is None and (jax.__version__, device.device_kind) not in TESTED:
         failed = [str(outcome) for outcome in selftest.run() if not outcome.ok]
         if failed and requested == Attention.MOSAIC_GPU:
@@ -73,7 +76,7 @@ def choose_attention(requested: str, model: ModelConfig, layout: KVLayout, mesh:
     return Attention.XLA
 
 
-def _refusal(model: ModelConfig, layout: KVLayout, device: jax.Device) -> str | None:
+def _refusal(model: ModelConfig, layout: KVLayout, device: jax.Device, dtype: jnp.dtype) -> str | None:
     """Why the kernels cannot run; None if they can. The kernels' own checks decide about shapes and dtypes."""
     capability = getattr(device, "compute_capability", None)
     if capability != "9.0":
@@ -82,14 +85,15 @@ def _refusal(model: ModelConfig, layout: KVLayout, device: jax.Device) -> str | 
     kv_heads = layout.num_kv_heads // layout.tensor_parallel_size
     struct = jax.ShapeDtypeStruct
     kv = struct((layout.num_layers, 2, 1, kv_heads, layout.block_size, layout.head_dim), layout.dtype)
-    q, new = struct((8, heads, layout.head_dim), kv.dtype), struct((8, kv_heads, layout.head_dim), kv.dtype)
+    q, new = struct((8, heads, layout.head_dim), dtype), struct((8, kv_heads, layout.head_dim), dtype)
     integers = {name: struct(shape, jnp.int32) for name, shape in (("rows", (8,)), ("cu", (9,)), ("tables", (8, 2)))}
     batch = PagedBatch(integers["rows"], integers["tables"], integers["rows"], integers["cu"])
 
     def both(q: Array, k: Array, v: Array, kv: KVArray, batch: PagedBatch) -> list[Array]:
-        hopper.check_attention_arguments(q, kv)
+        hopper.check_attention_arguments(q, kv, QUANTIZED_DTYPES)
+        scales = layout.scales_of(0)
         return [
-            _mosaic_gpu(_mosaic_plan(batch, decode, heads, layout), batch, 0, q, k, v, kv)[0]
+            _mosaic_gpu(pages_plan(batch, decode, heads, layout), batch, 0, q, k, v, kv, scales)[0]
             for decode in (True, False)
         ]
 
@@ -131,12 +135,12 @@ def paged_attend(
         )
         run = _xla
     else:
-        plan = _mosaic_plan(batch, decode, heads // layout.tensor_parallel_size, layout)
+        plan = pages_plan(batch, decode, heads // layout.tensor_parallel_size, layout)
         run = partial(_mosaic_gpu, interpret=interpret)
 
     def attend(layer: int | Int[Array, ""], q: Array, k: Array, v: Array, kv: KVArray) -> tuple[Array, KVArray]:
         def local(plan: Any, batch: PagedBatch, q: Array, k: Array, v: Array, kv: KVArray) -> tuple[Array, KVArray]:
-            return run(plan, batch, layer, q, k, v, kv)
+            return run(plan, batch, layer, q, k, v, kv, layout.scales_of(layer))
 
         everywhere = PartitionSpec()
         heads_spec, kv_spec = placement.heads_spec, placement.kv_spec
@@ -156,10 +160,17 @@ def last_tokens(batch: PagedBatch) -> PagedBatch:
 
 
 def _xla(
-    tiles: QueryTiles, batch: PagedBatch, layer: int | Int[Array, ""], q: Array, k: Array, v: Array, kv: KVArray
+    tiles: QueryTiles,
+    batch: PagedBatch,
+    layer: int | Int[Array, ""],
+    q: Array,
+    k: Array,
+    v: Array,
+    kv: KVArray,
+    scales: KVScales | None,
 ) -> tuple[Array, KVArray]:
-    kv = write_kv(kv, layer, k, v, batch.slots)
-    return paged_attention(q, kv, layer, batch.block_tables, tiles), kv
+    kv = write_kv(kv, layer, k, v, batch.slots, scales)
+    return paged_attention(q, kv, layer, batch.block_tables, tiles, scales), kv
 
 
 def decode_plan(context_lens: Int[Array, "rows"], blocks_per_row: int, layout: KVLayout) -> DecodePlan:
@@ -169,7 +180,8 @@ def decode_plan(context_lens: Int[Array, "rows"], blocks_per_row: int, layout: K
     return plan_decode(context_lens, kv_heads=kv_heads, max_context=blocks_per_row * layout.block_size, config=config)
 
 
-def _mosaic_plan(batch: PagedBatch, decode: bool, heads: int, layout: KVLayout) -> DecodePlan | PrefillPlan:
+def pages_plan(batch: PagedBatch, decode: bool, heads: int, layout: KVLayout) -> DecodePlan | PrefillPlan:
+    """Division of the kernels' attention among thread blocks; the same for all layers."""
     blocks_per_row = batch.block_tables.shape[1]
     if decode:
         return decode_plan(batch.context_lens, blocks_per_row, layout)
@@ -192,11 +204,37 @@ def _mosaic_gpu(
     k: Array,
     v: Array,
     kv: KVArray,
+    scales: KVScales | None,
     interpret: Any = None,
 ) -> tuple[Array, KVArray]:
-    scale = q.shape[-1] ** -0.5
+    if scales is not None:  # with what made k and v, one pass
+        k, v = (quantize(values, scale, kv.dtype) for values, scale in zip((k, v), scales, strict=True))
+    if isinstance(plan, DecodePlan) and k.shape[0] == q.shape[0]:  # one token a row, its last
+        options = _options(q, scales, interpret)
+        where = (kv, layer, batch.block_tables, batch.context_lens)
+        out, _, kv = paged_decode_write(q, k, v, *where, plan=plan, **options)
+        return out, kv
     kv = kv_write(kv, layer, k, v, batch.slots, interpret=interpret)
+    return attend_pages(plan, batch, layer, q, kv, scales, interpret=interpret), kv
+
+
+def attend_pages(
+    plan: DecodePlan | PrefillPlan,
+    batch: PagedBatch,
+    layer: int | Int[Array, ""],
+    q: Array,
+    kv: KVArray,
+    scales: KVScales | None = None,
+    interpret: Any = None,
+) -> Array:
+    """The kernels' attention over pages that hold the step's K and V already."""
+    options = _options(q, scales, interpret)
     where = (kv, layer, batch.block_tables, batch.context_lens)
     if isinstance(plan, DecodePlan):
-        return paged_decode(q, *where, scale=scale, plan=plan, interpret=interpret)[0], kv
-    return ragged_prefill(q, *where, batch.cu_q_lens, scale=scale, plan=plan, interpret=interpret), kv
+        return paged_decode(q, *where, plan=plan, **options)[0]
+    return ragged_prefill(q, *where, batch.cu_q_lens, plan=plan, **options)
+
+
+def _options(q: Array, scales: KVScales | None, interpret: Any) -> dict[str, Any]:
+    options: dict[str, Any] = {"scale": q.shape[-1] ** -0.5, "interpret": interpret}
+    return options if scales is None else options | {"k_scale": scales[0], "v_scale": scales[1]}

@@ -15,7 +15,7 @@ import numpy as np
 from jax import export
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxllm.cache.kv_array import KVLayout
+from jaxllm.cache.kv_array import KVLayout, LayerScales
 from jaxllm.config import EngineConfig
 from jaxllm.engine.attention import Attention
 from jaxllm.engine.device_state import placed
@@ -133,7 +133,7 @@ class Recipe:
     """What `lower_step` takes, without devices, so that it can be sent to a process that has others.
 
     Attributes:
-        config, model, dtype, max_model_len, known_tokens, attention: as `RunnerSpec`.
+        config, model, dtype, max_model_len, known_tokens, kv_scales, attention: as `RunnerSpec`.
         mesh: size of each axis by name.
         tensor, data: as `Placement`.
         run_time: the weights' configuration.
@@ -147,6 +147,7 @@ class Recipe:
     dtype: jnp.dtype
     max_model_len: int
     known_tokens: np.ndarray
+    kv_scales: LayerScales | None
     attention: Attention
     mesh: dict[str, int]
     tensor: tuple[str, ...]
@@ -170,6 +171,7 @@ class Recipe:
             spec.dtype,
             spec.max_model_len,
             spec.known_tokens,
+            spec.kv_scales,
             spec.attention,
             dict(placement.mesh.shape),
             placement.tensor,
@@ -196,6 +198,7 @@ class Recipe:
             dtype=self.dtype,
             max_model_len=self.max_model_len,
             known_tokens=self.known_tokens,
+            kv_scales=self.kv_scales,
             chosen_attention=self.attention,
         )
         parameters = {

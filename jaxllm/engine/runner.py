@@ -67,6 +67,7 @@ class Runner:
             config=config,
             model=spec.model,
             itemsize=spec.dtype.itemsize,
+            kv_dtype=config.kv_dtype_name(spec.dtype.name),
             block_bytes=self.layout.block_bytes,
             max_model_len=spec.max_model_len,
             step_buffer_bytes=_STEPS_IN_FLIGHT * max(PackedLayout(shape).nbytes for shape in self.shapes.all()),

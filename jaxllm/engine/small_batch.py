@@ -9,15 +9,17 @@ import logging
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxllm.cache.kv_array import KVLayout
 from jaxllm.engine.attention import Attention, KVArray, decode_plan
+from jaxllm.layers.kv_quantization import quantize
 from jaxllm.layers.linear import Linear
 from jaxllm.layers.paged_attention import PagedBatch
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.decoder import Decoder, SelfAttention
-from kernels_pallas.paged_decode import paged_decode
+from kernels_pallas.paged_decode import paged_decode, paged_decode_write
 from kernels_pallas.small_batch import (
     SUPPORTED_TOKENS,
     QKVWeights,
@@ -32,15 +34,15 @@ from kernels_pallas.small_batch import (
 logger = logging.getLogger(__name__)
 
 
-def fits(attention: Attention, model: ModelConfig, layout: KVLayout, rows: int) -> bool:
+def fits(attention: Attention, model: ModelConfig, layout: KVLayout, rows: int, dtype: jnp.dtype) -> bool:
     """Whether decode steps of so many rows run these kernels: one device, up to 32 rows, shapes that they know."""
     if attention is not Attention.MOSAIC_GPU or layout.tensor_parallel_size > 1 or rows > max(SUPPORTED_TOKENS):
         return False
-    return _refusal(model, layout) is None
+    return _refusal(model, layout, dtype) is None
 
 
 @functools.cache
-def _refusal(model: ModelConfig, layout: KVLayout) -> str | None:
+def _refusal(model: ModelConfig, layout: KVLayout, dtype: jnp.dtype) -> str | None:
     reason = refusal(
         tokens=min(SUPPORTED_TOKENS),
         hidden=model.hidden_size,
@@ -49,7 +51,7 @@ def _refusal(model: ModelConfig, layout: KVLayout) -> str | None:
         kv_heads=model.num_key_value_heads,
         head_dim=layout.head_dim,
         block_size=layout.block_size,
-        dtype=layout.dtype,
+        dtype=dtype,
     )
     if reason is None:
         logger.info("decode steps of up to %d rows: fused Pallas kernels", max(SUPPORTED_TOKENS))
@@ -91,13 +93,22 @@ def paged(
     x = model.embed_tokens(padded(tokens))
     norms = [layer.input_layernorm.weight[...] for layer in model.layers] + [model.norm.weight[...]]
     source = normed_input(x, norms[0])
+    # The projections write in 16 bits: beside a float8 cache, into one of this step's keys and values.
+    new = jnp.zeros((1, 2, 1, layout.num_kv_heads, x.shape[0], layout.head_dim), x.dtype)
+    own_slots = lax.optimization_barrier(jnp.arange(x.shape[0], dtype=jnp.int32))  # else XLA makes one for each layer
     for index, layer in enumerate(model.layers):
         attention, mlp = layer.self_attn, layer.mlp
         weights = _qkv_weights(attention)
-        q, kv = qkv_project(source, weights, cos, sin, kv, index, slots, eps=eps, interpret=interpret)
-        attended, _ = paged_decode(
-            q, kv, index, tables, context_lens, scale=layout.head_dim**-0.5, plan=plan, interpret=interpret
-        )
+        project = functools.partial(qkv_project, source, weights, cos, sin, eps=eps, interpret=interpret)
+        options: dict[str, Any] = {"scale": layout.head_dim**-0.5, "plan": plan, "interpret": interpret}
+        if (scales := layout.scales_of(index)) is None:
+            q, kv = project(kv, index, slots)
+            attended, _ = paged_decode(q, kv, index, tables, context_lens, **options)
+        else:
+            q, new = project(new, 0, own_slots)
+            k, v = (quantize(new[0, kind, 0].swapaxes(0, 1), scales[kind], kv.dtype) for kind in range(2))
+            options |= {"k_scale": scales[0], "v_scale": scales[1]}
+            attended, _, kv = paged_decode_write(q, k, v, kv, index, tables, context_lens, **options)
         x, source = project_residual(
             attended.reshape(x.shape[0], -1),
             attention.o_proj.weight[...],

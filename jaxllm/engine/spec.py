@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.cache.kv_array import KVLayout
+from jaxllm.cache.kv_array import KVLayout, LayerScales
 from jaxllm.config import EngineConfig
 from jaxllm.engine.attention import Attention, choose_attention
 from jaxllm.engine.compilation_cache import executables_folder
@@ -34,7 +34,8 @@ KERNEL_SAMPLERS = ((KERNEL, 2), (replace(everything(), kernel=True), 16))
 class RunnerSpec:
     """What a runner is built from, resolved: nothing is "auto" any more.
 
-    `chosen_attention` is given where the devices that steps run on are not those of `placement`.
+    `kv_scales` are those of a quantized KV cache, 1 where they are left out. `chosen_attention` is given where the
+    devices that steps run on are not those of `placement`.
     """
 
     config: EngineConfig
@@ -44,6 +45,7 @@ class RunnerSpec:
     max_model_len: int
     known_tokens: np.ndarray
     logits_processors: Mapping[str, LogitsProcessor] = field(default_factory=dict)
+    kv_scales: LayerScales | None = None
     chosen_attention: Attention | None = None
 
     @property
@@ -59,8 +61,15 @@ class RunnerSpec:
     @cached_property
     def layout(self) -> KVLayout:
         """The KV cache but for its number of blocks."""
-        tp = self.placement.tensor_parallel_size
-        return KVLayout.of(self.run_time, self.config.kvcache_block_size, self.dtype, tp)
+        return self._layout if self.attention is Attention.MOSAIC_GPU else self._layout.as_bytes()
+
+    @cached_property
+    def _layout(self) -> KVLayout:
+        tp, scales = self.placement.tensor_parallel_size, None
+        if self.config.quantizes_kv:
+            scales = self.kv_scales or ((1.0, 1.0),) * self.model.num_hidden_layers
+        dtype = jnp.dtype(self.config.kv_dtype_name(self.dtype.name))
+        return KVLayout.of(self.run_time, self.config.kvcache_block_size, dtype, tp, scales)
 
     @property
     def platform(self) -> str:
@@ -111,7 +120,7 @@ class RunnerSpec:
         """How steps write and attend; chosen, and logged, when first asked for."""
         if self.chosen_attention is not None:
             return self.chosen_attention
-        return choose_attention(self.config.attention, self.run_time, self.layout, self.placement.mesh)
+        return choose_attention(self.config.attention, self.run_time, self._layout, self.placement.mesh, self.dtype)
 
 
 def shape_options(platform: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Int, Int32
 
 from jaxllm.cache.kv_array import KVLayout
-from jaxllm.engine import small_batch
+from jaxllm.engine import large_batch, small_batch
 from jaxllm.engine.attention import Attention, KVArray, paged_attend
 from jaxllm.engine.choose import Chosen, choose, keeps_history, no_logprobs, reports_logprobs
 from jaxllm.engine.device_state import DeviceState
@@ -71,7 +71,7 @@ def step_function(
     packing = PackedLayout(shape)
     graphdef, treedef, heads = weights.graphdef, weights.treedef, weights.config.num_attention_heads
     reports, remembers = reports_logprobs(shape.sampler), keeps_history(shape.sampler)
-    fused = shape.decode and small_batch.fits(attention, weights.config, layout, shape.rows)
+    fused = shape.decode and small_batch.fits(attention, weights.config, layout, shape.rows, weights.leaves[0].dtype)
     # Of a prompt only the last token is sampled from, unless log probabilities of all are asked for.
     last_only = not (shape.decode or reports) and shape.tokens >= _LAST_ONLY * shape.rows
 
@@ -92,7 +92,10 @@ def step_function(
             hidden, kv = small_batch.paged(model, tokens, positions, batch, kv, layout)
         else:
             wanted = (last, attend(decode=True)) if last_only else None
-            hidden, kv = model.paged(tokens, positions, attend(decode=shape.decode), kv, wanted)
+            run_block = None
+            if large_batch.fits(attention, shape.tokens, shape.decode):
+                run_block = large_batch.block_of_many_tokens(batch, heads=heads, layout=layout, placement=placement)
+            hidden, kv = model.paged(tokens, positions, attend(decode=shape.decode), kv, wanted, run_block)
 
         def project(hidden: Array) -> Array:
             return lax.with_sharding_constraint(model.logits(hidden), placement.logits)

@@ -46,7 +46,7 @@ class StepShape:
 
     @property
     def name(self) -> str:
-        """`decode[rows]`, `decode[rows]x iterations` or `mixed[tokens]`; with the sampler where it is not the first one."""
+        """`decode[rows]`, `decode[rows]x iterations` or `mixed[tokens]`; with the sampler unless it is the first."""
         loop = f"x{self.iterations}" if self.iterations > 1 else ""
         sampler = "" if self.sampler in (SamplingMode.EVERYTHING, PLAIN, KERNEL) else f" {self.sampler.name.lower()}"
         return (f"decode[{self.rows}]{loop}" if self.decode else f"mixed[{self.tokens}]") + sampler

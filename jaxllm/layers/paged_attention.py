@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
+from jaxllm.layers.kv_quantization import KVScales, from_cache, to_cache
 from jaxllm.layers.linear import matmul_precision
 
 _QUERIES_PER_STEP = 256
@@ -42,16 +43,21 @@ class PagedBatch(NamedTuple):
 
 
 def write_kv(
-    kv: Float[Array, "layers 2 blocks kv_heads block_size head_dim"],
+    kv: Shaped[Array, "layers 2 blocks kv_heads block_size head_dim"],
     layer: int | Int[Array, ""],
     k: Float[Array, "tokens kv_heads head_dim"],
     v: Float[Array, "tokens kv_heads head_dim"],
     slots: Int[Array, "tokens"],
-) -> Float[Array, "layers 2 blocks kv_heads block_size head_dim"]:
-    """Put each token's K and V into its slot; slots past the end are dropped. In place where `kv` is donated."""
+    scales: KVScales | None = None,
+) -> Shaped[Array, "layers 2 blocks kv_heads block_size head_dim"]:
+    """Put each token's K and V into its slot; slots past the end are dropped. In place where `kv` is donated.
+
+    With `scales`, those of a quantized cache, values are divided by theirs and rounded (`to_cache`).
+    """
     block, offset = jnp.divmod(slots, kv.shape[4])
     for index, values in enumerate((k, v)):
-        kv = kv.at[layer, index, block, :, offset].set(values.astype(kv.dtype), mode="drop", unique_indices=True)
+        stored = values.astype(kv.dtype) if scales is None else to_cache(values, scales[index], kv.dtype)
+        kv = kv.at[layer, index, block, :, offset].set(stored, mode="drop", unique_indices=True)
     return kv
 
 
@@ -99,10 +105,11 @@ def _tiles_per_step(tile: int, tiles: int) -> int:
 
 def paged_attention(
     q: Float[Array, "tokens heads head_dim"],
-    kv: Float[Array, "layers 2 blocks kv_heads block_size head_dim"],
+    kv: Shaped[Array, "layers 2 blocks kv_heads block_size head_dim"],
     layer: int | Int[Array, ""],
     block_tables: Int[Array, "rows blocks_per_row"],
     tiles: QueryTiles,
+    scales: KVScales | None = None,
 ) -> Float[Array, "tokens heads head_dim"]:
     """Causal attention of a step's tokens over their rows' pages; scores and softmax in float32.
 
@@ -112,6 +119,7 @@ def paged_attention(
         layer: which layer of it to read.
         block_tables: pages of the rows.
         tiles: the batch's queries.
+        scales: factors of a quantized cache's K and V in this layer.
 
     Returns:
         Attention output in the dtype of `q`; zero for padding tokens.
@@ -122,7 +130,7 @@ def paged_attention(
     def attend_group(start: Int[Array, ""], out: Float[Array, "tokens heads head_dim"]) -> Array:
         row, token, position = (lax.dynamic_slice_in_dim(x, start, group) for x in tiles[:3])
         queries = jnp.take(q, token, axis=0, mode="clip")
-        return out.at[token].set(_attend_tiles(queries, kv, layer, block_tables[row], position), mode="drop")
+        return out.at[token].set(_attend_tiles(queries, kv, layer, block_tables[row], position, scales), mode="drop")
 
     def step(carry: tuple[Array, Array]) -> tuple[Array, Array]:
         return carry[0] + group, attend_group(*carry)
@@ -135,10 +143,11 @@ def paged_attention(
 
 def _attend_tiles(
     q: Float[Array, "tiles tile heads head_dim"],
-    kv: Float[Array, "layers 2 blocks kv_heads block_size head_dim"],
+    kv: Shaped[Array, "layers 2 blocks kv_heads block_size head_dim"],
     layer: int | Int[Array, ""],
     tables: Int[Array, "tiles blocks_per_row"],
     position: Int[Array, "tiles tile"],
+    scales: KVScales | None,
 ) -> Float[Array, "tiles tile heads head_dim"]:
     """Attention of tiles of queries, each over the pages of its own row; queries with position -1 read nothing."""
     tiles, tile, heads, head_dim = q.shape
@@ -146,6 +155,7 @@ def _attend_tiles(
     pages = max(1, min(_KV_TOKENS_PER_STEP // block_size, tables.shape[1]))
     span = pages * block_size
     precision = matmul_precision(q.dtype)
+    score_scale = head_dim**-0.5 if scales is None else scales[0] * (head_dim**-0.5)
     # [tiles, kv_heads, group * tile, head_dim]: the queries that share a KV head are the rows of one product.
     grouped = q.reshape(tiles, tile, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)
     grouped = grouped.reshape(tiles, kv_heads, -1, head_dim)
@@ -153,7 +163,8 @@ def _attend_tiles(
     context = position.max(axis=1) + 1
 
     def read(index: int, block: Int[Array, "tiles pages"]) -> Float[Array, "tiles kv_heads span head_dim"]:
-        return kv[layer, index, block].transpose(0, 2, 1, 3, 4).reshape(tiles, kv_heads, span, head_dim)
+        stored = kv[layer, index, block].transpose(0, 2, 1, 3, 4).reshape(tiles, kv_heads, span, head_dim)
+        return from_cache(stored, q.dtype)
 
     def step(chunk: Int[Array, ""], carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         maximum, total, acc = carry
@@ -161,9 +172,12 @@ def _attend_tiles(
         in_use = page * block_size < context[:, None]
         block = jnp.where(in_use, tables[:, jnp.minimum(page, tables.shape[1] - 1)], 0)
         key_position = chunk * span + jnp.arange(span)
-        scores = jnp.einsum(
-            "thqd,thkd->thqk", grouped, read(0, block), precision=precision, preferred_element_type=jnp.float32
-        ) * (head_dim**-0.5)
+        scores = (
+            jnp.einsum(
+                "thqd,thkd->thqk", grouped, read(0, block), precision=precision, preferred_element_type=jnp.float32
+            )
+            * score_scale
+        )
         scores = jnp.where(key_position <= query_position, scores, -jnp.inf)
         new_maximum = jnp.maximum(maximum, scores.max(axis=-1, keepdims=True))
         weights = jnp.exp(scores - new_maximum)
@@ -183,5 +197,7 @@ def _attend_tiles(
     )
     _, total, acc = lax.fori_loop(0, -(-context.max() // span), step, start)
     out = acc / jnp.where(total > 0, total, 1)
+    if scales is not None:
+        out = out * scales[1]
     out = out.reshape(tiles, kv_heads, -1, tile, head_dim).transpose(0, 3, 1, 2, 4)
     return out.reshape(q.shape).astype(q.dtype)

@@ -57,6 +57,7 @@ class MemoryReport:
         num_kvcache_blocks: blocks in the cache.
         block_size: tokens per block.
         block_bytes: bytes of a block on one device.
+        kv_cache_dtype: of the numbers in it.
         bound_by: what limits the number of blocks.
         device: index in `budgets` of the device that decides.
         max_model_len: most tokens of a request.
@@ -75,6 +76,7 @@ class MemoryReport:
     num_kvcache_blocks: int
     block_size: int
     block_bytes: int
+    kv_cache_dtype: str
     bound_by: str
     device: int
     max_model_len: int
@@ -109,7 +111,7 @@ class MemoryReport:
         """What a user wants to know at start-up, in two lines."""
         return (
             f"KV cache: {self.num_tokens:,} tokens ({self.num_kvcache_blocks:,} blocks of {self.block_size}, "
-            f"{format_bytes(self.kv_array_bytes)} per device; bound by {self.bound_by})",
+            f"{format_bytes(self.kv_array_bytes)} of {self.kv_cache_dtype} per device; bound by {self.bound_by})",
             f"Maximum concurrency for {self.max_model_len:,} tokens per request: {self.max_concurrency:.2f}x",
         )
 

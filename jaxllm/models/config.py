@@ -186,12 +186,24 @@ def _flag(config: Mapping[str, Any], field: str) -> bool:
     return bool(value)
 
 
+def _quantizes_kv_only(quantization: Any) -> bool:
+    """Whether compressed-tensors left the weights alone: there are but scales for a float8 KV cache, one a layer."""
+    if not isinstance(quantization, Mapping) or quantization.get("quant_method") != "compressed-tensors":
+        return False
+    scheme = quantization.get("kv_cache_scheme")
+    needed = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+    whole = isinstance(scheme, Mapping) and all(scheme.get(key, value) == value for key, value in needed.items())
+    return whole and not quantization.get("config_groups")
+
+
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
-    if quantization := config.get("quantization_config"):
+    quantization = config.get("quantization_config")
+    if quantization and not _quantizes_kv_only(quantization):
         method = quantization.get("quant_method", quantization) if isinstance(quantization, Mapping) else quantization
         raise ValueError(
             f"quantization_config with quant_method={method!r} in config.json is not supported; supported are "
-            f"unquantized checkpoints in {', '.join(SUPPORTED_DTYPES)}, and .gguf files (dequantized while loading)"
+            f"unquantized checkpoints in {', '.join(SUPPORTED_DTYPES)}, also with scales for a float8 KV cache from "
+            f"compressed-tensors (kv_cache_scheme), and .gguf files (dequantized while loading)"
         )
     activation = config.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):

@@ -101,7 +101,11 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "*batch hidden"]) -> Float[Array, "*batch hidden"]:
         """`down(silu(gate(x)) * up(x))`."""
-        return self.down_proj(silu_gate(self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(self.activated(x))
+
+    def activated(self, x: Float[Array, "*batch hidden"]) -> Float[Array, "*batch mlp"]:
+        """`silu(gate(x)) * up(x)`."""
+        return silu_gate(self.gate_proj(x), self.up_proj(x))
 
 
 class DecoderLayer(nnx.Module):
@@ -127,6 +131,10 @@ class DecoderLayer(nnx.Module):
         attended, cache = self.self_attn(self.input_layernorm(x), angles, layer, attend, cache, queries)
         x = (x if queries is None else x[queries]) + attended
         return x + self.mlp(self.post_attention_layernorm(x)), cache
+
+
+Block = Callable[[DecoderLayer, Array, Rotation, Int[Array, ""], Cache], tuple[Array, Cache]]
+"""A whole block run by other means: (module, x, angles, layer, cache) -> (x, new cache)."""
 
 
 class Decoder(nnx.Module):
@@ -174,6 +182,7 @@ class Decoder(nnx.Module):
         attend: Attend[Cache],
         cache: Cache,
         wanted: tuple[Int[Array, "wanted"], Attend[Cache]] | None = None,
+        run_block: Block[Cache] | None = None,
     ) -> tuple[Float[Array, "asking hidden"], Cache]:
         """Normalised hidden states of a step's tokens, and the cache with their keys and values.
 
@@ -184,6 +193,7 @@ class Decoder(nnx.Module):
             cache: the paged KV cache.
             wanted: the tokens whose hidden states are returned, where not all are, and how these attend in the last
                 block, which then computes nothing but K and V of the others.
+            run_block: how blocks of all tokens are run, where not as they are written here.
         """
         angles = self.angles(positions)
         x = self.embed_tokens(tokens)
@@ -192,7 +202,10 @@ class Decoder(nnx.Module):
         # Traced and lowered once for all layers: for 28 of them that takes seconds, and threads cannot share it.
         @jax.jit
         def block(state: Any, index: Int[Array, ""], x: Array, cache: Any) -> tuple[Array, Any]:
-            return nnx.merge(graphdef, state)(x, angles, index, attend, cache)
+            layer = nnx.merge(graphdef, state)
+            if run_block is not None:
+                return run_block(layer, x, angles, index, cache)
+            return layer(x, angles, index, attend, cache)
 
         blocks = list(enumerate(self.layers))
         for index, layer in blocks if wanted is None else blocks[:-1]:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM
-from jaxllm.cache.kv_array import KVLayout
+from jaxllm.cache.kv_array import KVLayout, LayerScales
 from jaxllm.checkpoint.resolve import resolve
 from jaxllm.engine import attention as attention_module
 from jaxllm.engine.attention import Attention, choose_attention, paged_attend
@@ -25,7 +25,7 @@ from jaxllm.models.params import parameter_specs, runtime_config
 from jaxllm.models.weights import Weights
 from jaxllm.parallel.mesh import make_mesh
 from jaxllm.parallel.placement import Placement
-from jaxllm.sampling.variant import PLAIN, everything
+from jaxllm.sampling.variant import KERNEL, PLAIN, everything
 
 OPTIONS = {"max_model_len": 64, "num_kvcache_blocks": 4, "enforce_eager": True}
 
@@ -47,9 +47,17 @@ class Devices:
         return cls(np.array([Device(kind, capability)]))
 
 
-def model_and_layout(tiny: Callable[..., Path], block_size: int = 16, dtype: str = "bfloat16", **options: Any) -> Any:
+def model_and_layout(
+    tiny: Callable[..., Path],
+    block_size: int = 16,
+    dtype: str = "bfloat16",
+    kv_dtype: str | None = None,
+    **options: Any,
+) -> Any:
+    """A model's shapes, its cache, and its dtype; a float8 cache has other scales in each of its two layers."""
     config = resolve(str(tiny(**options))).config
-    return config, KVLayout.of(config, block_size, jnp.dtype(dtype), 1)
+    scales = None if kv_dtype is None else ((0.5, 1.0), (0.03, 2.5))
+    return config, KVLayout.of(config, block_size, jnp.dtype(kv_dtype or dtype), 1, scales), jnp.dtype(dtype)
 
 
 def test_a_cpu_runs_xla(tiny: Callable[..., Path], caplog: pytest.LogCaptureFixture) -> None:
@@ -71,37 +79,40 @@ def test_a_cpu_runs_xla(tiny: Callable[..., Path], caplog: pytest.LogCaptureFixt
         ({"head_dim": 64, "num_attention_heads": 20, "num_key_value_heads": 1}, "20 query heads per KV head"),
         ({"head_dim": 64}, None),
         ({"head_dim": 128, "dtype": "float16", "block_size": 256}, None),
+        ({"head_dim": 128, "kv_dtype": "float8_e4m3fn"}, None),
+        ({"head_dim": 64, "kv_dtype": "float8_e4m3fn", "dtype": "float32"}, "float32"),
+        ({"head_dim": 64, "kv_dtype": "float8_e4m3fn", "num_key_value_heads": 1}, "not a multiple of 128 bytes"),
     ],
 )
 def test_kernels_where_they_run(tiny: Callable[..., Path], options: dict[str, Any], reason: str | None) -> None:
-    model, layout = model_and_layout(tiny, **options)
-    chosen = choose_attention("auto", model, layout, Devices.of())
+    model, layout, dtype = model_and_layout(tiny, **options)
+    chosen = choose_attention("auto", model, layout, Devices.of(), dtype)
     assert chosen is (Attention.MOSAIC_GPU if reason is None else Attention.XLA)
-    assert choose_attention("xla", model, layout, Devices.of()) is Attention.XLA
+    assert choose_attention("xla", model, layout, Devices.of(), dtype) is Attention.XLA
     if reason:
         with pytest.raises(ValueError, match=reason):
-            choose_attention("mosaic_gpu", model, layout, Devices.of())
+            choose_attention("mosaic_gpu", model, layout, Devices.of(), dtype)
     with pytest.raises(ValueError, match=r"NVIDIA A100 is no NVIDIA Hopper GPU"):
-        choose_attention("mosaic_gpu", model, layout, Devices.of("NVIDIA A100", "8.0"))
+        choose_attention("mosaic_gpu", model, layout, Devices.of("NVIDIA A100", "8.0"), dtype)
 
 
 def test_untested_devices_run_the_self_test(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    model, layout = model_and_layout(tiny, head_dim=64)
+    model, layout, dtype = model_and_layout(tiny, head_dim=64)
     outcomes = [attention_module.selftest.Outcome("paged_decode", 0.5, None, 0.1)]
     monkeypatch.setattr(attention_module.selftest, "run", lambda: iter(outcomes))
     h100 = Devices.of("NVIDIA H100")
-    assert choose_attention("auto", model, layout, Devices.of()) is Attention.MOSAIC_GPU
-    assert choose_attention("auto", model, layout, h100) is Attention.XLA
+    assert choose_attention("auto", model, layout, Devices.of(), dtype) is Attention.MOSAIC_GPU
+    assert choose_attention("auto", model, layout, h100, dtype) is Attention.XLA
     with pytest.raises(RuntimeError, match="fail their self-test here: paged_decode"):
-        choose_attention("mosaic_gpu", model, layout, h100)
+        choose_attention("mosaic_gpu", model, layout, h100, dtype)
     outcomes[0] = dataclasses.replace(outcomes[0], error=1e-3)
-    assert choose_attention("auto", model, layout, h100) is Attention.MOSAIC_GPU
+    assert choose_attention("auto", model, layout, h100, dtype) is Attention.MOSAIC_GPU
 
 
-@pytest.mark.parametrize("decode", [True, False])
-def test_the_kernels_do_what_xla_does(tiny: Callable[..., Path], decode: bool) -> None:
-    """In the interpreter, bfloat16: the same outputs for real tokens, the same cache."""
-    _, layout = model_and_layout(tiny, head_dim=64)
+@pytest.mark.parametrize(("decode", "kv_dtype"), [(True, None), (True, "float8_e4m3fn"), (False, "float8_e4m3fn")])
+def test_the_kernels_do_what_xla_does(tiny: Callable[..., Path], decode: bool, kv_dtype: str | None) -> None:
+    """In the interpreter, bfloat16: the same outputs for real tokens, the same cache; float8 by its layer's scales."""
+    _, layout, _ = model_and_layout(tiny, head_dim=64, kv_dtype=kv_dtype)
     placement, rng = Placement.of(make_mesh(1)), np.random.default_rng(0)
     contexts = [5, 40, 1, 0] if decode else [37, 3, 18, 0]
     lengths = [1, 1, 1, 0] if decode else [20, 1, 18, 0]
@@ -118,7 +129,7 @@ def test_the_kernels_do_what_xla_does(tiny: Callable[..., Path], decode: bool) -
         return jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
 
     q, k, v = random(tokens, 4, 64), random(tokens, 2, 64), random(tokens, 2, 64)
-    kv = random(*layout.shape(blocks))
+    kv = random(*layout.shape(blocks)).astype(layout.dtype)
 
     def run(attention: Attention, interpret: Any) -> tuple[np.ndarray, np.ndarray]:
         def step(q: jax.Array, k: jax.Array, v: jax.Array, kv: jax.Array, batch: PagedBatch) -> Any:
@@ -137,22 +148,22 @@ def test_the_kernels_do_what_xla_does(tiny: Callable[..., Path], decode: bool) -
 
 
 @pytest.mark.parametrize(
-    "shape",
+    ("shape", "scales"),
     [
-        StepShape(8, 8, True, 16, 4, PLAIN),
-        StepShape(64, 8, False, 16, sampler=PLAIN),
-        StepShape(8, 8, True, 16, 4, everything()),
-        StepShape(64, 8, False, 16, sampler=everything()),
+        (StepShape(8, 8, True, 16, 4, KERNEL), None),
+        (StepShape(64, 8, False, 16, sampler=PLAIN), ((0.5, 1.0), (0.03, 2.5))),
+        (StepShape(8, 8, True, 16, 4, everything()), ((1.0, 1.0), (1.0, 1.0))),
+        (StepShape(64, 8, False, 16, sampler=everything()), None),
     ],
-    ids=lambda shape: shape.name,
 )
-def test_a_whole_step_lowers_for_cuda(tiny: Callable[..., Path], shape: StepShape) -> None:
+def test_a_whole_step_lowers_for_cuda(tiny: Callable[..., Path], shape: StepShape, scales: LayerScales | None) -> None:
+    """With a bfloat16 cache, and with a float8 one."""
     config = resolve(str(tiny(head_dim=64))).config
     placement = Placement.of(make_mesh(1))
     dtype = jnp.dtype("bfloat16")
     parameters = {path: jnp.zeros(spec.shape, dtype) for path, spec in parameter_specs(config).items()}
     weights = Weights.of(runtime_config(config, 1), dtype, parameters)
-    layout = KVLayout.of(config, 16, dtype, 1)
+    layout = KVLayout.of(config, 16, dtype if scales is None else jnp.dtype("float8_e4m3fn"), 1, scales)
     step = step_function(
         weights,
         layout,
@@ -167,3 +178,4 @@ def test_a_whole_step_lowers_for_cuda(tiny: Callable[..., Path], shape: StepShap
     traced = jax.jit(step, donate_argnums=(1, 2)).trace(weights.leaves, layout.abstract(8, placement), state, packed)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert ("paged_decode" in text) and ("ragged_prefill" in text) == (not shape.decode)
+    assert (f"x{config.num_key_value_heads}x16x64xf8E4M3FN" in text) == (scales is not None)

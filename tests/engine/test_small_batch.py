@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxllm.cache.kv_array import KVLayout
+from jaxllm.cache.kv_array import KVLayout, LayerScales
 from jaxllm.checkpoint.resolve import resolve
 from jaxllm.engine import small_batch
 from jaxllm.engine.attention import Attention, paged_attend
@@ -21,15 +21,15 @@ from jaxllm.parallel.mesh import make_mesh
 from jaxllm.parallel.placement import Placement
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2"])
-def test_a_decode_step_equals_the_decoders(tiny: Callable[..., Path], family: str) -> None:
-    """In the interpreter, bfloat16: three rows and one of padding; norms on q and k, or biases."""
-    path = tiny(family, head_dim=64, hidden_size=128, intermediate_size=128, num_hidden_layers=2)
+@pytest.mark.parametrize(("family", "scales"), [("qwen3", None), ("qwen2", None), ("qwen3", ((0.05, 0.002),))])
+def test_a_decode_step_equals_the_decoders(tiny: Callable[..., Path], family: str, scales: LayerScales | None) -> None:
+    """In the interpreter, bfloat16: three rows and one of padding; norms on q and k, or biases; scales of float8."""
+    path = tiny(family, head_dim=64, hidden_size=128, intermediate_size=128, num_hidden_layers=len(scales or (0, 1)))
     config, dtype = resolve(str(path)).config, jnp.dtype("bfloat16")
-    layout = KVLayout.of(config, 16, dtype, 1)
-    assert small_batch.fits(Attention.MOSAIC_GPU, config, layout, 4)
-    assert not small_batch.fits(Attention.XLA, config, layout, 4)
-    assert not small_batch.fits(Attention.MOSAIC_GPU, config, layout, 33)
+    layout = KVLayout.of(config, 16, dtype if scales is None else jnp.dtype("float8_e4m3fn"), 1, scales)
+    assert small_batch.fits(Attention.MOSAIC_GPU, config, layout, 4, dtype)
+    assert not small_batch.fits(Attention.XLA, config, layout, 4, dtype)
+    assert not small_batch.fits(Attention.MOSAIC_GPU, config, layout, 33, dtype)
     model = Decoder(config, dtype=dtype, rngs=nnx.Rngs(0))
     rng = np.random.default_rng(0)
     context_lens = np.array([5, 40, 17, 0], np.int32)
@@ -38,7 +38,7 @@ def test_a_decode_step_equals_the_decoders(tiny: Callable[..., Path], family: st
     slots = tables[np.arange(4), positions // 16] * 16 + positions % 16
     slots[3] = 12 * 16 + 3
     batch = PagedBatch(*map(jnp.asarray, (slots, tables, context_lens, np.arange(5, dtype=np.int32))))
-    kv = jnp.asarray(rng.standard_normal(layout.shape(12)), dtype)
+    kv = jnp.asarray(rng.standard_normal(layout.shape(12)), layout.dtype)
     tokens = jnp.asarray(rng.integers(0, config.vocab_size, 4), jnp.int32)
 
     def by_decoder(kv: jax.Array) -> Any:
@@ -55,4 +55,7 @@ def test_a_decode_step_equals_the_decoders(tiny: Callable[..., Path], family: st
     want, want_kv = (np.asarray(x, np.float32) for x in jax.jit(by_decoder)(kv))
     got, got_kv = (np.asarray(x, np.float32) for x in jax.jit(fused)(kv))
     np.testing.assert_allclose(got[:3], want[:3], atol=6e-2, rtol=3e-2)
-    np.testing.assert_allclose(got_kv, want_kv, atol=3e-2, rtol=3e-2)
+    assert (got_kv != np.asarray(kv, np.float32)).any(axis=(2, 4, 5)).all()  # K and V of all layers and heads
+    factors = np.ones((1, 2)) if scales is None else np.asarray(scales)
+    got_kv, want_kv = (x * factors[:, :, None, None, None, None] for x in (got_kv, want_kv))
+    np.testing.assert_allclose(got_kv, want_kv, atol=3e-2, rtol=3e-2 if scales is None else 1 / 8)

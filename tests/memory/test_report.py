@@ -30,6 +30,7 @@ def report(**changes: object) -> MemoryReport:
         "num_kvcache_blocks": 3876,
         "block_size": 256,
         "block_bytes": 14_680_064,
+        "kv_cache_dtype": "bfloat16",
         "bound_by": "gpu_memory_utilization",
         "device": 0,
         "max_model_len": 4096,
@@ -39,7 +40,7 @@ def report(**changes: object) -> MemoryReport:
 
 def test_two_lines() -> None:
     tokens, concurrency = report().lines()
-    assert "992,256 tokens" in tokens and "3,876 blocks of 256" in tokens
+    assert "992,256 tokens" in tokens and "3,876 blocks of 256" in tokens and "GiB of bfloat16 per device" in tokens
     assert "4,096 tokens" in concurrency and "242.25x" in concurrency
 
 

@@ -42,6 +42,7 @@ def demand(block_bytes: int = 8 * MIB, max_model_len: int = 4096, **options: obj
         config=config,
         model=MODEL,
         itemsize=2,
+        kv_dtype="bfloat16",
         block_bytes=block_bytes,
         max_model_len=max_model_len,
         step_buffer_bytes=MIB,
