@@ -1,6 +1,7 @@
 """`python -m jaxllm.generate`: text from a prompt, streamed to the terminal."""
 
 import argparse
+import contextlib
 import json
 import sys
 import time
@@ -50,6 +51,12 @@ def make_parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="FILE",
         help="show on standard error how the KV cache got its size; or write it to a .svg, .png or .json file",
+    )
+    parser.add_argument(
+        "--stats-file",
+        type=Path,
+        metavar="FILE",
+        help="write one line of JSON for each step: tokens, KV use, preemptions",
     )
     cli.add_sampling_options(parser, temperature=0.0, max_tokens=256)
     cli.add_engine_options(parser)
@@ -119,10 +126,11 @@ def _run(args: argparse.Namespace) -> int:
         ]
 
     start = time.perf_counter()
-    if args.json or len(prompts) > 1:
-        outputs = llm.generate(inputs, params, use_tqdm=not args.json and sys.stderr.isatty(), on_error="return")
-    else:
-        outputs = [_stream(llm, inputs, params)]
+    with llm.log_steps(args.stats_file) if args.stats_file else contextlib.nullcontext():
+        if args.json or len(prompts) > 1:
+            outputs = llm.generate(inputs, params, use_tqdm=not args.json and sys.stderr.isatty(), on_error="return")
+        else:
+            outputs = [_stream(llm, inputs, params)]
     seconds = time.perf_counter() - start
 
     summary = _summary(outputs, seconds, llm.stats.seconds_compiling_after_ready)

@@ -12,10 +12,11 @@ from typing import Any, Literal
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from tqdm import tqdm
 
+from jaxllm.cache.kv_array import LayerScales
 from jaxllm.checkpoint.adopt import adopt_parameters
 from jaxllm.checkpoint.checkpoint import Checkpoint
+from jaxllm.checkpoint.kv_scales import read_kv_scales
 from jaxllm.checkpoint.resolve import resolve
 from jaxllm.checkpoint.tokenizer import known_tokens
 from jaxllm.config import EngineConfig
@@ -26,6 +27,7 @@ from jaxllm.engine.prompts import Params, Prompt, pair_params, prompt_token_ids,
 from jaxllm.engine.request import Request
 from jaxllm.engine.runner import Runner
 from jaxllm.engine.spec import RunnerSpec
+from jaxllm.engine.step_log import StepLog
 from jaxllm.memory.pool import start_backend
 from jaxllm.memory.report import MemoryReport
 from jaxllm.models.config import ModelConfig
@@ -34,6 +36,7 @@ from jaxllm.outputs import CompletionOutput, RequestOutput, StreamDelta, join_ou
 from jaxllm.parallel import distributed
 from jaxllm.parallel.mesh import TENSOR, make_mesh
 from jaxllm.parallel.placement import AxisNames, Placement
+from jaxllm.progress import Progress
 from jaxllm.sampling.variant import LogitsProcessor, checked_processors
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.text.prompt import apply_chat
@@ -146,6 +149,7 @@ class LLM:
             max_model_len=config.model_len(model),
             known_tokens=known,
             logits_processors=checked_processors(logits_processors),
+            kv_scales=_kv_scales(source) if config.quantizes_kv else None,
         )
         self.engine = Engine(Runner(spec, source), tokenizer, frozenset(model.eos_token_ids), config.seed)
         self._calls = 0
@@ -185,6 +189,23 @@ class LLM:
     def stats(self) -> EngineStats:
         """Counters: steps, prefix hits, preemptions, compilations after ready."""
         return self.engine.stats
+
+    @contextmanager
+    def log_steps(self, path: str | Path) -> Iterator[None]:
+        """Write a line of JSON for each step that ends within the block; `jaxllm.engine.step_log` lists the fields.
+
+        Raises:
+            OSError: if the file cannot be written.
+            RuntimeError: if somebody else follows the engine's steps already.
+        """
+        if self.engine.on_step is not None:
+            raise RuntimeError("the engine's steps are followed already: one log at a time")
+        with open(path, "w", encoding="utf-8", buffering=1) as file:
+            self.engine.on_step = StepLog(self.engine.scheduler, file)
+            try:
+                yield
+            finally:
+                self.engine.on_step = None
 
     @property
     def memory_report(self) -> MemoryReport:
@@ -264,17 +285,11 @@ class LLM:
         self, requests: list[tuple[Any, SamplingParams]], use_tqdm: bool, on_error: OnError
     ) -> list[RequestOutput]:
         results: list[RequestOutput | None] = [None] * len(requests)
-        bar = tqdm(total=len(requests), desc="requests", disable=not use_tqdm, dynamic_ncols=True)
-        tokens = 0
-        with bar:
+        with Progress(self.engine, len(requests), use_tqdm) as progress:
             for delta in self._run(requests, on_error):
-                tokens += len(delta.token_ids)
+                progress.add(len(delta.token_ids), delta.output is not None)
                 if delta.output is not None:
                     results[delta.index] = delta.output
-                    elapsed = bar.format_dict["elapsed"]
-                    if elapsed:
-                        bar.set_postfix_str(f"{tokens / elapsed:.0f} tokens/s", refresh=False)
-                    bar.update()
         return [result for result in results if result is not None]
 
     def _run(self, requests: list[tuple[Any, SamplingParams]], on_error: OnError) -> Iterator[StreamDelta]:
@@ -356,6 +371,13 @@ def _place(config: EngineConfig, mesh: Mesh | None, tensor_axis: AxisNames) -> t
             f"devices: leave tensor_parallel_size out where you give a mesh"
         )
     return replace(config, tensor_parallel_size=tp), placement
+
+
+def _kv_scales(source: Checkpoint | Weights) -> LayerScales | None:
+    if isinstance(source, Checkpoint):
+        return read_kv_scales(source)
+    logger.info("fp8 KV cache: parameters of a program come without scales of it: scales of 1")
+    return None
 
 
 def _joined(outputs: dict[int, RequestOutput]) -> RequestOutput:

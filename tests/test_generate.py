@@ -43,8 +43,10 @@ def test_one_prompt_streams_and_ends_with_a_summary(model: str, capsys: pytest.C
     assert err.splitlines()[-1].startswith("[5 tokens in ") and "tokens/s, first after" in err
 
 
-def test_several_prompts_as_json(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--model", model, *OPTIONS, "--json", "one", "two", "three"]) == 0
+def test_several_prompts_as_json(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    steps = tmp_path / "steps.jsonl"
+    assert main(["--model", model, *OPTIONS, "--json", "--stats-file", str(steps), "one", "two", "three"]) == 0
+    assert json.loads(steps.read_text().splitlines()[-1])["output_tokens"] == 15
     result = json.loads(capsys.readouterr().out)
     assert [output["prompt"] for output in result["outputs"]] == ["one", "two", "three"]
     assert result["tokens"] == 15 and result["model"] == model

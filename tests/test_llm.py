@@ -1,6 +1,8 @@
 """`LLM` as a user meets it: results in order, limits, refusals, streams, aborts, seeds, stops."""
 
+import json
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,7 +65,32 @@ def test_no_prompts_give_no_results(small_llm: LLM) -> None:
 
 def test_progress_bar_counts_requests(small_llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     small_llm.generate(["a", "b"], GREEDY)
-    assert "2/2" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "2/2" in told and re.search(r"\d+ tokens/s out, \d+ in, KV \d+%, hits \d+%, preempted 0", told)
+
+
+def test_a_hidden_progress_bar_looks_at_nothing(small_llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    small_llm.generate(["a"], GREEDY, use_tqdm=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_steps_are_logged_for_machines(small_llm: LLM, tmp_path: Path) -> None:
+    before = small_llm.stats.scheduler
+    prompt = list(range(40))
+    small_llm.generate([prompt], GREEDY, use_tqdm=False)  # so that the next finds two blocks
+    with small_llm.log_steps(tmp_path / "steps.jsonl"):
+        with pytest.raises(RuntimeError, match="one log at a time"), small_llm.log_steps(tmp_path / "other.jsonl"):
+            pass
+        small_llm.generate([prompt, [7, 8, 9]], GREEDY, use_tqdm=False)
+    small_llm.generate("after", GREEDY, use_tqdm=False)
+    steps = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert steps[0]["rows"] == 2 and steps[0]["tokens"] == 40 - 32 + 3 and not steps[0]["decode_only"]
+    assert all(step["rows"] == step["tokens"] == 2 and step["decode_only"] for step in steps[1:12])
+    assert steps[5]["kv_use"] == pytest.approx(4 / 128, abs=1e-3) and steps[5]["running"] == 2
+    last = steps[-1]
+    assert last["output_tokens"] - before.output_tokens == 3 * 12 and last["finished"] - before.finished == 3
+    assert last["prefix_hit_tokens"] - before.prefix_hit_tokens == 32 and last["kv_use"] == 0
+    assert [step["seconds"] for step in steps] == sorted(step["seconds"] for step in steps)
 
 
 # --- refusals

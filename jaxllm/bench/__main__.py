@@ -7,6 +7,7 @@ BENCHMARKS = {
     "throughput": "many requests at once, in tokens per second, beside other engines",
     "latency": "time of a decode step by batch size, beside the limit of the memory bandwidth",
     "prefill": "prompt tokens per second, beside the limit of the matrix units",
+    "tensor_parallel": "one model on one device and on several: tokens, memory, speed, all-reduces",
     "startup": "time until an engine is ready, with an empty and a filled cache of compiled programs",
     "kernels": "the attention and projection kernels over a grid of shapes, beside cuDNN and plain jnp",
     "memory": "the measured KV-cache capacity against the truth, on a GPU",
@@ -19,7 +20,7 @@ def main(argv: list[str] | None = None) -> int:
     if not arguments or arguments[0] not in BENCHMARKS:
         print("usage: python -m jaxllm.bench NAME [options]\n")
         for name, text in BENCHMARKS.items():
-            print(f"  {name:12} {text}")
+            print(f"  {name:15} {text}")
         return 0 if arguments and arguments[0] in ("-h", "--help") else 2
     return int(import_module(f"jaxllm.bench.{arguments[0]}").main(arguments[1:]) or 0)
 

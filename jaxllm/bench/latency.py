@@ -1,15 +1,17 @@
 """Time of a decode step by batch size: what a request waits for each of its tokens."""
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from jaxllm import SamplingParams, cli
+from jaxllm import LLM, SamplingParams, cli
+from jaxllm.bench import limits
 from jaxllm.bench.engines import make_llm, make_parser
-from jaxllm.bench.limits import decode_seconds, measure_ceilings
+from jaxllm.bench.limits import itemsizes, measure_ceilings
 
 DESCRIPTION = """Generate in batches of several sizes and report the time between two tokens of a request.
 
@@ -43,31 +45,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     return cli.OK
 
 
-def run(llm: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
+def run(llm: LLM, args: argparse.Namespace) -> list[dict[str, Any]]:
     """One result for each batch and prompt length."""
-    ceilings = measure_ceilings()
-    params = SamplingParams(temperature=0, max_tokens=args.output_len, ignore_eos=True)
+    points = list(itertools.product(args.batch, args.input_len))
+    steps = [decode_seconds(llm, *point, args.output_len, args.repetitions) for point in points]
+    ceilings = measure_ceilings(llm)
     results = []
-    for batch in args.batch:
-        for length in args.input_len:
-            prompts = [
-                [(31 * row + token) % 10_000 % llm.model_config.vocab_size for token in range(length)]
-                for row in range(batch)
-            ]
-            times = []
-            for repetition in range(args.repetitions + 1):
-                outputs = llm.generate(prompts, params, use_tqdm=False)
-                if repetition:
-                    times += [
-                        (o.metrics.finished_time - o.metrics.first_token_time) / (args.output_len - 1) for o in outputs
-                    ]
-            limit = None
-            if ceilings is not None:
-                itemsize = llm.engine.runner.spec.dtype.itemsize
-                limit = 1e3 * decode_seconds(ceilings, llm.model_config, itemsize, batch, length + args.output_len / 2)
-            step = 1e3 * statistics.median(times)
-            results.append({"batch": batch, "input_len": length, "step_ms": step, "limit_ms": limit})
+    for (batch, length), step in zip(points, steps, strict=True):
+        limit = None
+        if ceilings is not None:
+            context = length + args.output_len / 2
+            limit = 1e3 * limits.decode_seconds(ceilings, llm.model_config, *itemsizes(llm), batch, context)
+        results.append({"batch": batch, "input_len": length, "step_ms": 1e3 * step, "limit_ms": limit})
     return results
+
+
+def decode_seconds(llm: LLM, batch: int, input_len: int, output_len: int, repetitions: int) -> float:
+    """Median seconds between two tokens of a request, over all requests and repetitions but the first."""
+    params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
+    vocabulary = min(10_000, llm.model_config.vocab_size)
+    prompts = [[(31 * row + token) % vocabulary for token in range(input_len)] for row in range(batch)]
+    times: list[float] = []
+    for repetition in range(repetitions + 1):
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        if repetition:
+            for metrics in (output.metrics for output in outputs):
+                if metrics is not None and metrics.finished_time and metrics.first_token_time:
+                    times.append((metrics.finished_time - metrics.first_token_time) / (output_len - 1))
+    return statistics.median(times)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from jaxllm import SamplingParams, cli
+from jaxllm import LLM, SamplingParams, cli
 from jaxllm.bench.engines import make_llm, make_parser
 from jaxllm.bench.limits import measure_ceilings, prefill_seconds
 
@@ -21,13 +21,14 @@ def _parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = make_parser("prefill", DESCRIPTION)
     parser.add_argument(
-        "--prompts", type=_point, nargs="+", default=[(32, 4095), (256, 1000)], metavar="NxLENGTH",
+        "--prompts", type=point, nargs="+", default=[(32, 4095), (256, 1000)], metavar="NxLENGTH",
         help="number and length of the prompts (default 32x4095 256x1000)",
     )  # fmt: skip
     return parser
 
 
-def _point(text: str) -> tuple[int, int]:
+def point(text: str) -> tuple[int, int]:
+    """Parse `NxLENGTH`, such as `32x4095`."""
     number, _, length = text.partition("x")
     try:
         point = int(number), int(length)
@@ -44,20 +45,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     cli.set_up_logging(args.verbose)
     with cli.exit_codes():
         llm, startup = make_llm(args, enable_prefix_caching=False)
-        ceilings = measure_ceilings()
-        params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+        rates = [prompt_tokens_per_s(llm, number, length, args.repetitions) for number, length in args.prompts]
+        ceilings = measure_ceilings(llm)
         results = []
-        for number, length in args.prompts:
-            vocabulary = min(10_000, llm.model_config.vocab_size)
-            prompts = [[(31 * row + token) % vocabulary for token in range(length)] for row in range(number)]
-            times = []
-            for _ in range(args.repetitions + 1):
-                start = time.perf_counter()
-                llm.generate(prompts, params, use_tqdm=False)
-                times.append(time.perf_counter() - start)
+        for (number, length), rate in zip(args.prompts, rates, strict=True):
             tokens = number * length
             limit = tokens / prefill_seconds(ceilings, llm.model_config, [length] * number) if ceilings else None
-            rate = tokens / statistics.median(times[1:])
             results.append({"prompts": number, "length": length, "tokens_per_s": rate, "limit_tokens_per_s": limit})
         if args.json:
             print(json.dumps({"startup_seconds": startup, "prefill": results}))
@@ -65,6 +58,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             limit = f", limit {point['limit_tokens_per_s']:,.0f}" if point["limit_tokens_per_s"] else ""
             print(f"{point['prompts']} x {point['length']} tokens: {point['tokens_per_s']:,.0f} tokens/s{limit}")
     return cli.OK
+
+
+def prompt_tokens_per_s(llm: LLM, number: int, length: int, repetitions: int) -> float:
+    """From the median time of all runs but the first, one token of output each."""
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    vocabulary = min(10_000, llm.model_config.vocab_size)
+    prompts = [[(31 * row + token) % vocabulary for token in range(length)] for row in range(number)]
+    times = []
+    for _ in range(repetitions + 1):
+        start = time.perf_counter()
+        llm.generate(prompts, params, use_tqdm=False)
+        times.append(time.perf_counter() - start)
+    return number * length / statistics.median(times[1:])
 
 
 if __name__ == "__main__":

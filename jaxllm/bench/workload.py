@@ -1,8 +1,22 @@
 """Requests for benchmarks: random tokens of given lengths, reproducible by seed."""
 
 import argparse
+import math
 import random
 from dataclasses import dataclass
+
+MAX_TOKEN = 10_000
+"""The largest token of a prompt, as in nano-vLLM's benchmark."""
+
+SHAREGPT_LONGEST = 1024
+SHAREGPT_INPUT = (85.0, 1.2)
+SHAREGPT_OUTPUT = (248.0, 0.9)
+"""Median and spread (standard deviation of the logarithm) of log-normal lengths, cut to 4 .. `SHAREGPT_LONGEST`.
+
+The medians are such that the means after cutting are those of the ShareGPT conversations in Kwon et al., "Efficient
+Memory Management for Large Language Model Serving with PagedAttention" (SOSP 2023), figure 11: 161 tokens in, 338 out.
+The spreads are our choice: many short requests and a long tail.
+"""
 
 
 @dataclass(frozen=True)
@@ -22,6 +36,15 @@ class Workload:
         """Tokens to generate for all."""
         return sum(self.output_lens)
 
+    def first(self, requests: int | None) -> "Workload":
+        """The first so many requests; all for None."""
+        return Workload(self.prompts[:requests], self.output_lens[:requests])
+
+    def with_fresh_tokens(self, turn: int) -> "Workload":
+        """Prompts of the same lengths, of other tokens in each turn, so that no prefix cache knows them."""
+        prompts = [[(token + turn * 7919) % MAX_TOKEN for token in prompt] for prompt in self.prompts]
+        return Workload(prompts, self.output_lens)
+
 
 def length_range(text: str) -> tuple[int, int]:
     """Parse `N` or `LOW:HIGH`."""
@@ -36,9 +59,21 @@ def length_range(text: str) -> tuple[int, int]:
 
 
 def random_workload(
-    num_requests: int, input_len: tuple[int, int], output_len: tuple[int, int], seed: int, max_token: int = 10_000
+    num_requests: int, input_len: tuple[int, int], output_len: tuple[int, int], seed: int, max_token: int = MAX_TOKEN
 ) -> Workload:
     """Uniform lengths and tokens, drawn in the order of nano-vLLM's benchmark: its seed 0 gives its very lengths."""
     source = random.Random(seed)
     prompts = [[source.randint(0, max_token) for _ in range(source.randint(*input_len))] for _ in range(num_requests)]
     return Workload(prompts, [source.randint(*output_len) for _ in range(num_requests)])
+
+
+def sharegpt_workload(num_requests: int, seed: int) -> Workload:
+    """Random tokens with lengths as in a mix of chats: `SHAREGPT_INPUT` and `SHAREGPT_OUTPUT`, drawn independently."""
+    source = random.Random(seed)
+
+    def length(median: float, spread: float) -> int:
+        return min(SHAREGPT_LONGEST, max(4, round(median * math.exp(source.gauss(0, spread)))))
+
+    lens = [(length(*SHAREGPT_INPUT), length(*SHAREGPT_OUTPUT)) for _ in range(num_requests)]
+    prompts = [[source.randint(0, MAX_TOKEN) for _ in range(n)] for n, _ in lens]
+    return Workload(prompts, [n for _, n in lens])

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -77,6 +77,8 @@ class Engine:
         self._maker = RequestMaker(spec, tokenizer, eos_token_ids, seed)
         self._lock = threading.RLock()
         self._outbox: deque[Update] = deque()
+        self.on_step: Callable[[Step], None] | None = None
+        """Called with each step once its results are in, by the thread that took them; None: nothing is."""
 
     @property
     def stats(self) -> EngineStats:
@@ -220,6 +222,8 @@ class Engine:
                     self._answers[request.request_id].add_prompt_logprobs(reported, row)
             for request, count in self.scheduler.complete(oldest, sampled):
                 self._answers[request.request_id].inbox.append(self._update(request, count, now, reported))
+            if self.on_step is not None:
+                self.on_step(oldest)
             return True
 
     @contextmanager
