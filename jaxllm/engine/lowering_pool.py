@@ -1,5 +1,6 @@
 """Worker processes that lower steps while an engine starts."""
 
+import contextlib
 import logging
 import os
 import pickle
@@ -70,7 +71,7 @@ class Lowering:
             logger.info("%d programs are lowered by %d processes", programs, count)
             try:
                 self._workers = Workers(Recipe.of(self._spec, self._weights), count, self._times)
-            except OSError as error:
+            except Exception as error:
                 logger.warning("programs are lowered in this process, which is slower: no other was started: %s", error)
 
     def lower(self, layout: KVLayout, num_blocks: int, shape: StepShape) -> jax.stages.Lowered:
@@ -139,7 +140,7 @@ class Workers:
         times: where to write down how long it took.
 
     Raises:
-        OSError: if they cannot be started.
+        OSError, TypeError: if they cannot be started.
     """
 
     def __init__(self, recipe: Recipe, count: int, times: StartupTimes):
@@ -152,7 +153,7 @@ class Workers:
         try:
             for _ in range(count):
                 self._workers.append(_Worker())
-        except OSError:
+        except BaseException:
             self.close()
             raise
         for worker in self._workers:  # a process reads once it has imported what it needs, and meanwhile writing waits
@@ -171,7 +172,7 @@ class Workers:
         try:
             with self._times.work(self._times.lowered):
                 done, answer = worker.ask((layout, num_blocks, shape))
-        except (EOFError, OSError, ValueError, pickle.UnpicklingError) as error:
+        except Exception as error:  # of what it answers in place of a pickle, pickle raises anything
             self._lost()
             raise WorkerError(worker.last_words(error)) from error
         self._idle.put(worker)
@@ -193,7 +194,7 @@ class Workers:
     def _greet(self, worker: "_Worker", data: bytes) -> None:
         try:
             worker.greet(data)
-        except (EOFError, OSError, ValueError, pickle.UnpicklingError) as error:
+        except Exception as error:
             if not self._closed:
                 logger.warning("a process that was to lower programs did not start: %s", worker.last_words(error))
             self._lost()
@@ -212,30 +213,40 @@ class _Worker:
 
     def __init__(self) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `close`)
-        environment = os.environ | _ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        path = os.pathsep.join(entry for entry in sys.path if isinstance(entry, str))
+        environment = os.environ | _ENVIRONMENT | {"PYTHONPATH": path}
         # Not by `multiprocessing`, whose processes import the user's script once more. -P: what is importable there is
         # what is here, and no file of the working folder beside.
         command = [sys.executable, "-P", "-m", "jaxllm.engine.lowering_worker"]
-        pipe = subprocess.PIPE
+        (requests, to_worker), (from_worker, answers) = os.pipe(), os.pipe()
+        self._requests, self._answers = os.fdopen(to_worker, "wb"), os.fdopen(from_worker, "rb")
         try:
-            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._errors, env=environment)
+            self._process = subprocess.Popen(
+                [*command, str(requests), str(answers)],
+                pass_fds=(requests, answers),
+                stdin=subprocess.DEVNULL,
+                stdout=self._errors,
+                stderr=self._errors,
+                env=environment,
+            )
         except BaseException:
-            self._errors.close()
+            self._close_files()
             raise
+        finally:
+            os.close(requests)
+            os.close(answers)
 
     def greet(self, data: bytes) -> None:
         """Send the pickled recipe and wait until it was understood."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(data)
-        self._process.stdin.flush()
+        self._requests.write(data)
+        self._requests.flush()
         if self._receive() != READY:
             raise ValueError("it answers something else")
 
     def ask(self, task: Any) -> Any:
         """Send a task and wait for the answer."""
-        assert self._process.stdin is not None
-        pickle.dump(task, self._process.stdin)
-        self._process.stdin.flush()
+        pickle.dump(task, self._requests)
+        self._requests.flush()
         return self._receive()
 
     def last_words(self, error: Exception) -> str:
@@ -256,13 +267,12 @@ class _Worker:
     def close(self) -> None:
         """Wait for the end of the process and close everything."""
         self._process.wait()
-        for file in (self._process.stdin, self._process.stdout, self._errors):
-            try:
-                if file is not None:
-                    file.close()
-            except OSError:  # what was not written yet has no reader any more
-                pass
+        self._close_files()
+
+    def _close_files(self) -> None:
+        for file in (self._requests, self._answers, self._errors):
+            with contextlib.suppress(OSError):  # what was not written yet has no reader any more
+                file.close()
 
     def _receive(self) -> Any:
-        assert self._process.stdout is not None
-        return pickle.load(self._process.stdout)
+        return pickle.load(self._answers)

@@ -1,8 +1,10 @@
 """A process that lowers steps for another: `python -m jaxllm.engine.lowering_worker`, talked to through pipes.
 
-It reads a `Recipe` and answers `READY`. Then it reads the last arguments of `export_step`, again and again, and answers
-each time with `(True, what export_step made)` or `(False, (the error, its traceback))`. It ends when its input does, so
-that it does not outlive the process that started it. It uses CPU devices only, whatever it lowers for.
+It reads a `Recipe` and answers `READY`, through descriptors of their own, the numbers of which are its arguments: what
+others print, while Python starts or later, is no answer. Then it reads the last arguments of `export_step`, again and
+again, and answers each time with `(True, what export_step made)` or `(False, (the error, its traceback))`. It ends when
+its input does, so that it does not outlive the process that started it. It uses CPU devices only, whatever it lowers
+for.
 """
 
 import os
@@ -24,9 +26,8 @@ READY = "ready"
 def main() -> None:
     """Serve until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; who started this process decides
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what others print is no answer
-    recipe: Recipe = pickle.load(sys.stdin.buffer)
+    requests, answers = os.fdopen(int(sys.argv[1]), "rb"), os.fdopen(int(sys.argv[2]), "wb")
+    recipe: Recipe = pickle.load(requests)
     for name, value in recipe.settings.items():
         jax.config.update(name, value)
     # Who reads the bytes has the same version, and kernels are to be written as that version writes them.
@@ -34,7 +35,7 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", recipe.num_devices)
     spec, weights = recipe.rebuild(jax.devices("cpu"))
     tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(sys.stdin.buffer, tasks), daemon=True).start()
+    threading.Thread(target=_read, args=(requests, tasks), daemon=True).start()
     _answer(answers, READY)
     while True:
         task = tasks.get()

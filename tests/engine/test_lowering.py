@@ -2,6 +2,7 @@
 
 import logging
 import pickle
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -43,7 +44,11 @@ def small() -> tuple[RunnerSpec, Weights]:
 
 
 @pytest.fixture
-def lowering(small: tuple[RunnerSpec, Weights]) -> Iterator[Lowering]:
+def lowering(small: tuple[RunnerSpec, Weights], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lowering]:
+    """One process, in which something prints what looks like a pickle before anything of ours runs."""
+    (tmp_path / "sitecustomize.py").write_text('print("Tracing is on", flush=True)\n')
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path, tmp_path / "a Path, which Python does not mind"])
     with Lowering(*small, StartupTimes(), workers=1) as made:
         made.start(10)
         yield made
@@ -142,12 +147,11 @@ def test_giving_up_ends_the_processes_and_who_waits_for_them(small: Any) -> None
 
 def test_a_worker_ends_with_its_input(lowering: Lowering) -> None:
     assert lowering._workers is not None
-    process = lowering._workers._workers[0]._process
-    assert process.stdin is not None
+    worker = lowering._workers._workers[0]
     while lowering._workers._idle.empty():  # it has started
         time.sleep(0.05)
-    process.stdin.close()
-    assert process.wait(timeout=60) == 0
+    worker._requests.close()
+    assert worker._process.wait(timeout=60) == 0
 
 
 @pytest.mark.parametrize(
