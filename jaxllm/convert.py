@@ -1,6 +1,7 @@
 """`python -m jaxllm.convert`: a checkpoint from Hugging Face's format into Orbax's, and back."""
 
 import argparse
+import logging
 import os
 import resource
 import shutil
@@ -23,6 +24,10 @@ from jaxllm.checkpoint.safetensors_writer import nbytes, write_safetensors
 from jaxllm.memory.units import format_bytes
 from jaxllm.models.config import SUPPORTED_DTYPES
 from jaxllm.models.params import parameter_specs
+
+logger = logging.getLogger(__name__)
+
+_SCALES = ("k_scale", "v_scale", "kv_scale", "output_scale")
 
 DESCRIPTION = """Write a checkpoint into a new folder in the other format: Hugging Face (safetensors) or Orbax.
 
@@ -101,6 +106,13 @@ def convert(source: str, target: str | Path, *, to: str | None = None, dtype: st
         shutil.rmtree(partial_folder, ignore_errors=True)
         raise
     left_out = tuple(sorted(set(checkpoint.tensors) - set(needed)))
+    if scales := [name for name in left_out if name.endswith(_SCALES)]:
+        logger.warning(
+            "the scales of a quantized KV cache were left out (%s, ...): with %s kv_cache_dtype='fp8' will use 1.0; "
+            "give it the source",
+            scales[0],
+            folder,
+        )
     return Converted(folder, kind, len(tensors), size, left_out, tuple(files))
 
 

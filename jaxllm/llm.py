@@ -198,14 +198,12 @@ class LLM:
             OSError: if the file cannot be written.
             RuntimeError: if somebody else follows the engine's steps already.
         """
-        if self.engine.on_step is not None:
-            raise RuntimeError("the engine's steps are followed already: one log at a time")
         with open(path, "w", encoding="utf-8", buffering=1) as file:
-            self.engine.on_step = StepLog(self.engine.scheduler, file)
+            self.engine.follow_steps(StepLog(self.engine.scheduler, file))
             try:
                 yield
             finally:
-                self.engine.on_step = None
+                self.engine.follow_steps(None)
 
     @property
     def memory_report(self) -> MemoryReport:

@@ -40,7 +40,8 @@ def make_jaxllm(args: argparse.Namespace) -> Contender:
         params = [
             SamplingParams(temperature=args.temperature, max_tokens=n, ignore_eos=True) for n in workload.output_lens
         ]
-        outputs = llm.generate(workload.prompts, params, use_tqdm=False)
+        prompts = workload.within(llm.model_config.vocab_size).prompts
+        outputs = llm.generate(prompts, params, use_tqdm=False)
         return sum(len(output.outputs[0].token_ids) for output in outputs)
 
     return Contender(run, lambda workload: _facts(llm, workload), llm=llm)

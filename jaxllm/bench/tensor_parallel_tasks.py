@@ -184,11 +184,11 @@ def _trace_decode(llm: LLM, batch: int, input_len: int, folder: Path) -> None:
     vocabulary = min(10_000, llm.model_config.vocab_size)
     prompts = [[(31 * row + token) % vocabulary for token in range(input_len)] for row in range(batch)]
     params = SamplingParams(temperature=0, max_tokens=_PROFILED_TOKENS, ignore_eos=True)
-    llm.engine.on_step = begin
+    llm.engine.follow_steps(begin)
     try:
         llm.generate(prompts, params, use_tqdm=False)
     finally:
-        llm.engine.on_step = None
+        llm.engine.follow_steps(None)
         if started:
             jax.profiler.stop_trace()
 

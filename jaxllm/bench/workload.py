@@ -40,6 +40,12 @@ class Workload:
         """The first so many requests; all for None."""
         return Workload(self.prompts[:requests], self.output_lens[:requests])
 
+    def within(self, vocabulary: int) -> "Workload":
+        """The same with ids that a model of so many has."""
+        if vocabulary > MAX_TOKEN:
+            return self
+        return Workload([[token % vocabulary for token in prompt] for prompt in self.prompts], self.output_lens)
+
     def with_fresh_tokens(self, turn: int) -> "Workload":
         """Prompts of the same lengths, of other tokens in each turn, so that no prefix cache knows them."""
         prompts = [[(token + turn * 7919) % MAX_TOKEN for token in prompt] for prompt in self.prompts]

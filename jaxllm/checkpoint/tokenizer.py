@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,10 @@ _JSON_FILES = ("tokenizer_config.json", "tokenizer.json")
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
+_READING = threading.Lock()
+"""transformers imports its parts when they are first used, which two threads cannot do at once."""
+
+
 @functools.cache
 def load_tokenizer(path: Path) -> Any:
     """The tokenizer of a checkpoint folder or .gguf file, with its chat template; kept for the life of the process.
@@ -35,7 +40,8 @@ def load_tokenizer(path: Path) -> Any:
     Raises CheckpointError where there is no tokenizer or transformers cannot read it.
     """
     try:
-        return _from_gguf(path) if path.suffix == ".gguf" and path.is_file() else _from_folder(path)
+        with _READING:
+            return _from_gguf(path) if path.suffix == ".gguf" and path.is_file() else _from_folder(path)
     except CheckpointError:
         raise
     except Exception as error:  # a damaged file shows as whatever its reader stumbled over: KeyError, TypeError, ...

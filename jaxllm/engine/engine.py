@@ -77,7 +77,7 @@ class Engine:
         self._maker = RequestMaker(spec, tokenizer, eos_token_ids, seed)
         self._lock = threading.RLock()
         self._outbox: deque[Update] = deque()
-        self.on_step: Callable[[Step], None] | None = None
+        self._on_step: Callable[[Step], None] | None = None
         """Called with each step once its results are in, by the thread that took them; None: nothing is."""
 
     @property
@@ -175,6 +175,17 @@ class Engine:
             if self.runner.asleep:
                 self.runner.wake()
 
+    def follow_steps(self, on_step: Callable[[Step], None] | None) -> None:
+        """Call `on_step` with each step that is complete, from whichever thread ran it; None ends that.
+
+        Raises:
+            RuntimeError: if somebody else follows the steps already.
+        """
+        with self._exclusively():
+            if on_step is not None and self._on_step is not None:
+                raise RuntimeError("the engine's steps are followed already: one log at a time")
+            self._on_step = on_step
+
     def step(self) -> list[Update]:
         """Run one step; what it and earlier ones added to the requests that have no inbox."""
         self.advance()
@@ -222,8 +233,8 @@ class Engine:
                     self._answers[request.request_id].add_prompt_logprobs(reported, row)
             for request, count in self.scheduler.complete(oldest, sampled):
                 self._answers[request.request_id].inbox.append(self._update(request, count, now, reported))
-            if self.on_step is not None:
-                self.on_step(oldest)
+            if self._on_step is not None:
+                self._on_step(oldest)
             return True
 
     @contextmanager

@@ -28,7 +28,7 @@ class StepLog:
         self._begin = time.perf_counter()
 
     def __call__(self, step: Step) -> None:
-        """Write the line of a step; for `Engine.on_step`."""
+        """Write the line of a step; for `Engine.follow_steps`."""
         stats = self._scheduler.stats
         record = {
             "seconds": round(time.perf_counter() - self._begin, 6),
