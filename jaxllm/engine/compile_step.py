@@ -86,9 +86,9 @@ def _compiler_options(spec: RunnerSpec, shape: StepShape) -> dict[str, Any]:
     options: dict[str, Any] = {"xla_disable_hlo_passes": "rematerialization"}
     if spec.config.enforce_eager or not shape.decode:
         # Of many tokens cuBLAS multiplies at 700 TFLOP/s as it is, faster than the kernels that XLA generates and
-        # chooses on the device, and there is nothing to choose (H200, Qwen3-0.6B, 16,384 tokens: 45.4 and 47.9 ms,
-        # compiled in 4 and 16 s). Of few tokens the generated kernels win (64 rows: 2.76 and 3.18 ms), but only those
-        # chosen on the device: the one that XLA takes without trying is ten times as slow. And where programs are
-        # compiled when the cache has the memory already, nothing can be tried.
+        # chooses on the device, and there is nothing to choose (H200, Qwen3-0.6B, 16,384 tokens: 45.4 and 47.9 ms;
+        # three such programs compiled in 4 and 16 s). Of few tokens the generated kernels win (64 rows: 2.76 and
+        # 3.18 ms), but only those chosen on the device: what XLA takes without trying is six to twelve times as slow.
+        # And where programs are compiled when the cache has the memory already, nothing can be tried.
         options |= {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
     return options
