@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from kernels_pallas.interlayer import bench as interlayer
 from kernels_pallas.kv_write import WriteConfig
 from kernels_pallas.kv_write import bench as kv_write
 from kernels_pallas.paged_decode import DecodeConfig
@@ -35,6 +36,7 @@ QUICK = (
     small_batch.QUICK,
     rope_write.QUICK,
     swiglu.QUICK,
+    interlayer.QUICK,
 )
 FULL = (
     paged_decode.GRID + paged_decode.GROUPS + paged_decode.RAGGED + paged_decode.OTHERS + paged_decode.QUANTIZED,
@@ -43,6 +45,7 @@ FULL = (
     small_batch.POINTS,
     rope_write.POINTS,
     swiglu.POINTS,
+    interlayer.POINTS,
 )
 TUNE = (
     tuple(
@@ -76,6 +79,7 @@ TUNE = (
     small_batch.TUNE,
     rope_write.TUNE,
     swiglu.TUNE,
+    interlayer.POINTS,
 )
 
 
@@ -87,6 +91,7 @@ KERNELS = (
     "small_batch",
     "rope_write",
     "swiglu",
+    "interlayer",
 )
 
 
@@ -105,7 +110,7 @@ def run(selection: str, kernels: Sequence[str] = KERNELS, tell: Callable[[str], 
     copy, matmul = copy_bandwidth(), matmul_rate()
     device = jax.devices()[0].device_kind
     tell(f"{device}: copy {copy / 1e12:.2f} TB/s, matmul {matmul / 1e12:.0f} TFLOP/s")
-    decode, prefill, write, small, rope, gated = SELECTIONS[selection]
+    decode, prefill, write, small, rope, gated, between = SELECTIONS[selection]
     measured: dict[str, Iterator[dict[str, Any]]] = {
         "paged_decode": paged_decode.measure(decode, copy),
         "ragged_prefill": ragged_prefill.measure(prefill, matmul),
@@ -113,6 +118,7 @@ def run(selection: str, kernels: Sequence[str] = KERNELS, tell: Callable[[str], 
         "small_batch": small_batch.measure(small, copy),
         "rope_write": rope_write.measure(rope, copy),
         "swiglu": swiglu.measure(gated, matmul),
+        "interlayer": interlayer.measure(between, copy),
     }
     results: dict[str, Any] = {"device": device, "copy": copy, "matmul": matmul}
     for name in kernels:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas.hopper import KVLayout
+from kernels_pallas.interlayer import BARRIERS, LayerWeights, interlayer, interlayer_reference
 from kernels_pallas.kv_write import kv_write, kv_write_reference
 from kernels_pallas.paged_decode import DecodeConfig, paged_decode, paged_decode_reference
 from kernels_pallas.ragged_prefill import plan_prefill, ragged_prefill, ragged_prefill_reference
@@ -71,6 +72,7 @@ def run(interpret: plgpu.InterpretGPUParams | None = None) -> Iterator[Outcome]:
         ("rope_write", _check_rope),
         ("swiglu", _check_swiglu),
         ("small_batch", _check_small_batch),
+        ("interlayer", _check_interlayer),
         ("sample", _check_sample),
     ):
         begin = time.perf_counter()
@@ -144,6 +146,26 @@ def _check_swiglu(interpret: plgpu.InterpretGPUParams | None) -> float:
     gate, up = (jax.random.normal(key, (64, 256), jnp.bfloat16) / 16 for key in keys[1:])
     got = swiglu(x, gate, up, config=SwigluConfig(columns=64), interpret=interpret)
     return _relative_error(got, swiglu_reference(x, gate, up))
+
+
+def _check_interlayer(interpret: plgpu.InterpretGPUParams | None) -> float:
+    """On few multiprocessors, so that each does several tiles."""
+    sizes = {
+        "o": (512, 256), "mlp_norm": (512,), "gate": (64, 512), "up": (64, 512), "down": (512, 64), "norm": (512,),
+        "q": (256, 512), "k": (128, 512), "v": (128, 512), "q_norm": (128,), "k_norm": (128,),
+    }  # fmt: skip
+    keys = iter(jax.random.split(jax.random.key(0), len(sizes) + 3))
+
+    def draw(*shape: int, scale: float = 1.0) -> jax.Array:
+        return scale * jax.random.normal(next(keys), shape, jnp.bfloat16)
+
+    weights = LayerWeights(**{name: draw(*shape, scale=shape[-1] ** -0.5) for name, shape in sizes.items()})
+    angles = jax.random.uniform(next(keys), (64, 64), maxval=6.3)
+    arguments = (draw(64, 2, 128), draw(64, 512, scale=3), weights, jnp.cos(angles), jnp.sin(angles))
+    counters = jnp.zeros(BARRIERS, jnp.int32)
+    got = interlayer(*arguments, counters, eps=1e-6, multiprocessors=4, interpret=interpret)
+    want = interlayer_reference(*arguments, eps=1e-6)
+    return float(np.max([_relative_error(ours, theirs) for ours, theirs in zip(got, want, strict=True)]))
 
 
 def _check_decode(interpret: plgpu.InterpretGPUParams | None) -> float:

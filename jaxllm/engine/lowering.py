@@ -92,6 +92,7 @@ def _step(spec: RunnerSpec, weights: Weights, layout: KVLayout, shape: StepShape
         layout,
         shape,
         attention=spec.attention,
+        multiprocessors=spec.multiprocessors,
         placement=spec.placement,
         known_tokens=spec.known_tokens,
         vocab=spec.model.vocab_size,
@@ -133,7 +134,7 @@ class Recipe:
     """What `lower_step` takes, without devices, so that it can be sent to a process that has others.
 
     Attributes:
-        config, model, dtype, max_model_len, known_tokens, kv_scales, attention: as `RunnerSpec`.
+        config, model, dtype, max_model_len, known_tokens, kv_scales, attention, multiprocessors: as `RunnerSpec`.
         mesh: size of each axis by name.
         tensor, data: as `Placement`.
         run_time: the weights' configuration.
@@ -149,6 +150,7 @@ class Recipe:
     known_tokens: np.ndarray
     kv_scales: LayerScales | None
     attention: Attention
+    multiprocessors: int
     mesh: dict[str, int]
     tensor: tuple[str, ...]
     data: tuple[str, ...]
@@ -173,6 +175,7 @@ class Recipe:
             spec.known_tokens,
             spec.kv_scales,
             spec.attention,
+            spec.multiprocessors,
             dict(placement.mesh.shape),
             placement.tensor,
             placement.data,
@@ -200,6 +203,7 @@ class Recipe:
             known_tokens=self.known_tokens,
             kv_scales=self.kv_scales,
             chosen_attention=self.attention,
+            known_multiprocessors=self.multiprocessors,
         )
         parameters = {
             path: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, partition))

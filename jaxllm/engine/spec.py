@@ -34,8 +34,8 @@ KERNEL_SAMPLERS = ((KERNEL, 2), (replace(everything(), kernel=True), 16))
 class RunnerSpec:
     """What a runner is built from, resolved: nothing is "auto" any more.
 
-    `kv_scales` are those of a quantized KV cache, 1 where they are left out. `chosen_attention` is given where the
-    devices that steps run on are not those of `placement`.
+    `kv_scales` are those of a quantized KV cache, 1 where they are left out. `chosen_attention` and
+    `known_multiprocessors` are given where the devices that steps run on are not those of `placement`.
     """
 
     config: EngineConfig
@@ -47,6 +47,7 @@ class RunnerSpec:
     logits_processors: Mapping[str, LogitsProcessor] = field(default_factory=dict)
     kv_scales: LayerScales | None = None
     chosen_attention: Attention | None = None
+    known_multiprocessors: int | None = None
 
     @property
     def processors(self) -> tuple[LogitsProcessor, ...]:
@@ -75,6 +76,13 @@ class RunnerSpec:
     def platform(self) -> str:
         """Of the devices: "cpu", "gpu"."""
         return self.placement.mesh.devices.flat[0].platform
+
+    @property
+    def multiprocessors(self) -> int:
+        """Of each device; 0 where it has none, or does not tell."""
+        if self.known_multiprocessors is not None:
+            return self.known_multiprocessors
+        return getattr(self.placement.mesh.devices.flat[0], "core_count", 0) if self.platform == "gpu" else 0
 
     @cached_property
     def shapes(self) -> StepShapes:

@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Int, Int32
 
 from jaxllm.cache.kv_array import KVLayout
-from jaxllm.engine import large_batch, small_batch
+from jaxllm.engine import large_batch, medium_batch, small_batch
 from jaxllm.engine.attention import Attention, KVArray, paged_attend
 from jaxllm.engine.choose import Chosen, choose, keeps_history, no_logprobs, reports_logprobs
 from jaxllm.engine.device_state import DeviceState
@@ -50,6 +50,7 @@ def step_function(
     shape: StepShape,
     *,
     attention: Attention,
+    multiprocessors: int,
     placement: Placement,
     known_tokens: np.ndarray,
     vocab: int,
@@ -62,6 +63,7 @@ def step_function(
         layout: of the KV cache.
         shape: tokens, rows and family.
         attention: how K and V are written and attended over.
+        multiprocessors: of a GPU.
         placement: attention runs under `shard_map` over its tensor axes, each device on its own KV heads; logits stay
             divided by the vocabulary, and the sampler exchanges a few numbers a row.
         known_tokens: bool `[vocab]`, which ids the tokenizer knows.
@@ -71,7 +73,9 @@ def step_function(
     packing = PackedLayout(shape)
     graphdef, treedef, heads = weights.graphdef, weights.treedef, weights.config.num_attention_heads
     reports, remembers = reports_logprobs(shape.sampler), keeps_history(shape.sampler)
-    fused = shape.decode and small_batch.fits(attention, weights.config, layout, shape.rows, weights.leaves[0].dtype)
+    sizes = (attention, weights.config, layout, shape.rows, weights.leaves[0].dtype)
+    few = shape.decode and small_batch.fits(*sizes)
+    medium = shape.decode and medium_batch.fits(*sizes, multiprocessors)
     # Of a prompt only the last token is sampled from, unless log probabilities of all are asked for.
     last_only = not (shape.decode or reports) and shape.tokens >= _LAST_ONLY * shape.rows
 
@@ -88,8 +92,11 @@ def step_function(
         model: Decoder = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
         attend = partial(paged_attend, attention, batch, heads=heads, layout=layout, placement=placement)
         last = jnp.maximum(batch.cu_q_lens[1:] - 1, 0)
-        if fused:
+        if few:
             hidden, kv = small_batch.paged(model, tokens, positions, batch, kv, layout)
+        elif medium:
+            attend_one = attend(decode=True)
+            hidden, kv = medium_batch.paged(model, tokens, positions, batch, attend_one, kv, multiprocessors)
         else:
             wanted = (last, attend(decode=True)) if last_only else None
             run_block = None

@@ -77,6 +77,13 @@ class SelfAttention(nnx.Module):
             cache: where.
             queries: of `x [tokens, hidden]`, the tokens whose output is wanted; K and V are computed of all.
         """
+        out, cache = attend(layer, *self.project(x, angles, queries), cache)
+        return self.o_proj(out.reshape(*out.shape[:-2], -1)), cache
+
+    def project(
+        self, x: Float[Array, "*batch hidden"], angles: Rotation, queries: Int[Array, "wanted"] | None = None
+    ) -> tuple[Array, Array, Array]:
+        """q, k and v, by heads, q and k normed and rotated; arguments as above."""
         asking, asking_angles = (
             (x, angles) if queries is None else (x[queries], (angles[0][queries], angles[1][queries]))
         )
@@ -86,8 +93,7 @@ class SelfAttention(nnx.Module):
         )
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        out, cache = attend(layer, rotate(q, *asking_angles), rotate(k, *angles), v, cache)
-        return self.o_proj(out.reshape(*asking.shape[:-1], -1)), cache
+        return rotate(q, *asking_angles), rotate(k, *angles), v
 
 
 class MLP(nnx.Module):
@@ -129,8 +135,14 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[Float[Array, "*asking hidden"], Cache]:
         """One block; see `SelfAttention` for the arguments."""
         attended, cache = self.self_attn(self.input_layernorm(x), angles, layer, attend, cache, queries)
-        x = (x if queries is None else x[queries]) + attended
-        return x + self.mlp(self.post_attention_layernorm(x)), cache
+        return self.behind_attention(x if queries is None else x[queries], attended), cache
+
+    def behind_attention(
+        self, x: Float[Array, "*batch hidden"], projected: Float[Array, "*batch hidden"]
+    ) -> Float[Array, "*batch hidden"]:
+        """The rest of the block: residual of the attention's projected output, and MLP."""
+        x = x + projected
+        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 Block = Callable[[DecoderLayer, Array, Rotation, Int[Array, ""], Cache], tuple[Array, Cache]]

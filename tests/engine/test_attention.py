@@ -169,6 +169,7 @@ def test_a_whole_step_lowers_for_cuda(tiny: Callable[..., Path], shape: StepShap
         layout,
         shape,
         attention=Attention.MOSAIC_GPU,
+        multiprocessors=132,
         placement=placement,
         known_tokens=np.ones(config.vocab_size, bool),
         vocab=config.vocab_size,

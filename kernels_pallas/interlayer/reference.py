@@ -1,0 +1,52 @@
+"""All between two layers' attention, in jnp."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from kernels_pallas.interlayer.config import HEAD_DIM, LayerWeights
+
+
+def interlayer_reference(
+    attended: Float[Array, "tokens heads head_dim"],
+    x: Float[Array, "tokens hidden"],
+    weights: LayerWeights,
+    cos: Float[Array, "tokens half"],
+    sin: Float[Array, "tokens half"],
+    *,
+    eps: float,
+) -> tuple[
+    Float[Array, "tokens hidden"],
+    Float[Array, "tokens heads head_dim"],
+    Float[Array, "tokens kv_heads head_dim"],
+    Float[Array, "tokens kv_heads head_dim"],
+]:
+    """As `interlayer`, rounded after each operation as a model without fused kernels does."""
+    x = x + _product(attended.reshape(x.shape[0], -1), weights.o)
+    normed = _norm(x, weights.mlp_norm, eps)
+    activation = jax.nn.silu(_product(normed, weights.gate)) * _product(normed, weights.up)
+    x = x + _product(activation, weights.down)
+    normed = _norm(x, weights.norm, eps)
+    q, k, v = (
+        _product(normed, weight).reshape(x.shape[0], -1, HEAD_DIM) for weight in (weights.q, weights.k, weights.v)
+    )
+    if weights.q_norm is not None and weights.k_norm is not None:
+        q, k = _norm(q, weights.q_norm, eps), _norm(k, weights.k_norm, eps)
+    return x, _rotate(q, cos, sin), _rotate(k, cos, sin), v
+
+
+def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
+    return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=x.dtype)
+
+
+def _norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    factor = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (wide * factor * weight.astype(jnp.float32)).astype(x.dtype)
+
+
+def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1).astype(x.dtype)
