@@ -22,7 +22,7 @@ from kernels_pallas.interlayer import BARRIERS, LayerWeights, interlayer, refusa
 
 logger = logging.getLogger(__name__)
 
-ROWS = (128, 256, 512)
+ROWS = (64, 128, 256, 512)
 """Rows of the steps that run it: of fewer XLA is as fast, or the kernels for small batches faster."""
 
 LAYER_BYTES = 64 * 2**20
