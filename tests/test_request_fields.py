@@ -153,8 +153,12 @@ def test_logits_processors_by_name(tiny: Any) -> None:
     def only_seven(logits: Any, inputs: Any) -> Any:
         return jnp.where(jnp.arange(logits.shape[1]) == 7, logits, -jnp.inf)
 
+    def broken(logits: Any, inputs: Any) -> Any:
+        return jnp.where((inputs.position > 45)[:, None], jnp.nan, logits)
+
+    processors = {"seven": only_seven, "fresh": never_again, "broken": broken}
     llm = LLM(
-        str(tiny()), logits_processors={"seven": only_seven, "fresh": never_again}, dtype="float32", max_num_seqs=4,
+        str(tiny()), logits_processors=processors, dtype="float32", max_num_seqs=4,
         max_num_batched_tokens=32, max_model_len=128, num_kvcache_blocks=16, kvcache_block_size=16, enforce_eager=True,
     )  # fmt: skip
     prompt = list(range(20, 60))
@@ -162,7 +166,12 @@ def test_logits_processors_by_name(tiny: Any) -> None:
     plain, sevens, fresh, again = (o.outputs[0].token_ids for o in llm.generate([prompt] * 4, params, use_tqdm=False))
     assert plain == again and sevens == [7] * 16
     assert len(set(fresh)) == 16 and not set(fresh) & set(prompt) and len(set(plain)) < 16
-    with pytest.raises(ValueError, match=r"logits_processors has 'eight'.*'seven', 'fresh'"):
+    params = [SamplingParams(**GREEDY | one) for one in ({}, {"logits_processors": "broken", "logprobs": 0}, {})]
+    outputs = llm.generate([prompt] * 3, params, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == [plain, plain[:6], plain]
+    assert outputs[1].outputs[0].finish_reason == "error" and len(outputs[1].outputs[0].logprobs) == 6
+    assert outputs[1].error is not None and "logits are not finite numbers" in outputs[1].error
+    with pytest.raises(ValueError, match=r"logits_processors has 'eight'.*'seven', 'fresh', 'broken'"):
         llm.generate([prompt], SamplingParams(logits_processors="eight"), use_tqdm=False)
     for wrong, kind in (([only_seven], TypeError), ({str(i): only_seven for i in range(33)}, ValueError)):
         with pytest.raises(kind, match="logits_processors must be"):
@@ -316,6 +325,18 @@ def test_what_cannot_be_met_is_refused_alone(small_llm: LLM, fields: dict[str, A
         small_llm.generate(["a", "b"], params, use_tqdm=False)
     outputs = small_llm.generate(["a", "b"], params, use_tqdm=False, on_error="return")
     assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error"]
+
+
+def test_fields_that_exclude_every_token_end_their_request_alone(small_llm: LLM) -> None:
+    want = run(small_llm, "y").token_ids
+    (token,) = small_llm.tokenizer.encode("a")
+    excluded = SamplingParams(
+        **GREEDY | {"temperature": 0.7}, allowed_token_ids=[token], bad_words="a", stop="x", top_p=0.9
+    )
+    outputs = small_llm.generate(["x", "y"], [excluded, SamplingParams(**GREEDY)], use_tqdm=False)
+    assert [output.outputs[0].finish_reason for output in outputs] == ["error", "length"]
+    assert outputs[0].error is not None and "no token can be chosen" in outputs[0].error
+    assert (outputs[0].outputs[0].token_ids, outputs[1].outputs[0].token_ids) == ([], want)
 
 
 # --- structured output

@@ -17,6 +17,12 @@ Cut = Callable[[Request, int, str], None]
 """`Scheduler.cut`."""
 
 
+_NOTHING_TO_CHOOSE = (
+    "no token can be chosen: the request's fields exclude all that the tokenizer knows (allowed_token_ids, "
+    "structured_outputs, bad_words, min_tokens, logits_processors), or the model's logits are not finite numbers"
+)
+
+
 @dataclass(frozen=True)
 class Update:
     """What one step added to one request."""
@@ -58,6 +64,19 @@ class Answer:
         self._logprobs: list[Logprobs] | None = None if params.logprobs is None else []
         self._prompt_logprobs: list[Logprobs | None] | None = None if params.prompt_logprobs is None else [None]
 
+    def what_is_wrong(self, before: int) -> str | None:
+        """Follow the tokens behind the first `before` in the request's grammar, if it has one; why it cannot go on."""
+        request = self.request
+        if request.matcher is not None:
+            token_ids = request.token_ids[before:]
+            try:
+                accepted = request.matcher.accept(token_ids)
+            except RuntimeError as error:
+                return str(error)
+            if accepted < len(token_ids):
+                return f"token {token_ids[accepted]} is not allowed by structured_outputs"
+        return _NOTHING_TO_CHOOSE if request.finish_reason == "error" else None
+
     def add(self, before: int, cut: Cut) -> str:
         """Text that the tokens behind the first `before` make final; `cut` ends the request at a stop string."""
         text = self._text(before, cut)
@@ -71,7 +90,7 @@ class Answer:
         if detokenizer is None:
             return ""
         params, tokens = request.params, request.token_ids[before:]
-        groups = [[token] for token in tokens] if params.stop else [tokens]
+        groups = [[token] for token in tokens] if params.stop and tokens else [tokens]
         text, end = "", before
         for group in groups:
             end += len(group)

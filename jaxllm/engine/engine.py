@@ -232,7 +232,7 @@ class Engine:
                 if self.scheduler.is_live(row):
                     self._answers[request.request_id].add_prompt_logprobs(reported, row)
             for request, count in self.scheduler.complete(oldest, sampled):
-                self._answers[request.request_id].inbox.append(self._update(request, count, now, reported))
+                self._update(request, request.num_tokens - count, now, reported)
             if self._on_step is not None:
                 self._on_step(oldest)
             return True
@@ -243,13 +243,12 @@ class Engine:
         with self._lock, deferred_interrupts():
             yield
 
-    def _update(self, request: Request, count: int, now: float, reported: Reported) -> Update:
-        """Take in the last `count` tokens of a request."""
+    def _update(self, request: Request, before: int, now: float, reported: Reported) -> None:
+        """Take in the tokens of a request behind the first `before`, and hand out what they add."""
         answer = self._answers[request.request_id]
         if answer.first_token_time is None:
             answer.first_token_time = now
-        before = len(request.token_ids) - count
-        error = _follow(request, request.token_ids[before:])
+        error = answer.what_is_wrong(before)
         if error is not None:
             self._end_in_error(request, error)
         text = answer.add(before, self.scheduler.cut)
@@ -258,8 +257,9 @@ class Engine:
         output = None
         if request.is_finished:
             answer.finished_time = now
-            output = self._answers.pop(request.request_id).output()
-        return Update(request.request_id, text, token_ids, output, logprobs)
+            output = answer.output()
+            del self._answers[request.request_id]
+        answer.inbox.append(Update(request.request_id, text, token_ids, output, logprobs))
 
     def _masks(self, step: Step) -> tuple[Masks | None, list[tuple[Request, str]]]:
         """Which tokens may come next in the rows that follow a grammar; the requests that cannot go on, and why."""
@@ -289,16 +289,3 @@ class Engine:
         output = answer.output()
         answer.inbox.append(Update(request.request_id, text, [], output))
         return output
-
-
-def _follow(request: Request, token_ids: list[int]) -> str | None:
-    """Take new tokens in the request's grammar, if it has one; what is wrong with them."""
-    if request.matcher is None:
-        return None
-    try:
-        accepted = request.matcher.accept(token_ids)
-    except RuntimeError as error:
-        return str(error)
-    if accepted < len(token_ids):
-        return f"token {token_ids[accepted]} is not allowed by structured_outputs: other fields forbid all that are"
-    return None

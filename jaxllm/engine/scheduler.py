@@ -227,8 +227,9 @@ class Scheduler:
         """Takes the results of `step`; `tokens[i]` are those that `step.rows[i]` sampled, in order.
 
         Rows whose request ended or lost its blocks since are skipped, and so are tokens after the one that ends a
-        request. Returns the requests that got tokens and how many, some of them finished by the last. Raises
-        ValueError, with nothing changed, when the number of tokens is wrong or the step was completed before.
+        request. `sampler.NOTHING` is no token: it ends the request with reason "error". Returns the requests that
+        sampled and how many tokens they got, some of them finished by the last. Raises ValueError, with nothing
+        changed, when the number of tokens is wrong or the step was completed before.
         """
         rows = step.rows
         if len(tokens) != len(rows):
@@ -257,6 +258,9 @@ class Scheduler:
                 continue
             before = len(request.token_ids)
             for token in sampled[: row.num_samples]:
+                if token < 0:
+                    self.finish(request, "error")
+                    break
                 computed += 1
                 self._commit(request, computed)
                 request.num_pending_tokens -= 1

@@ -17,7 +17,7 @@ from jaxllm.sampling.filters import smallest_kept
 from jaxllm.sampling.inputs import SamplingInputs
 from jaxllm.sampling.noise import gumbel, row_keys
 from jaxllm.sampling.variant import Filters, SamplerVariant
-from kernels_pallas.sample import sample_tokens
+from kernels_pallas.sample import NOTHING, sample_tokens
 
 _LARGEST_TEMPERATURE = 1e30
 """Far below it logits make no difference any more; above it noise would overflow."""
@@ -65,7 +65,9 @@ def sample(
         interpret: run the kernel, if the variant has it, in its interpreter (tests on a CPU).
 
     Returns:
-        int32 token ids. Greedy rows take the lowest id among equally likely tokens.
+        int32 token ids. Greedy rows take the lowest id among equally likely tokens. A row from which nothing can be
+        chosen gets `NOTHING`, from every variant: all its tokens are excluded, or a logit that is not is NaN or
+        infinite.
 
     Raises:
         ValueError: if the variant needs inputs that are None.
@@ -81,12 +83,20 @@ def sample(
     if not known.all():
         logits = jnp.where(known, logits, -jnp.inf)
     if not variant.draws:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return _most_likely(logits)
     noise = gumbel(row_keys(inputs.seed, inputs.position), jnp.arange(logits.shape[1]))
     noisy = logits + jnp.minimum(inputs.temperature, _LARGEST_TEMPERATURE)[:, None] * noise
     if variant.filters is not Filters.NONE:
-        noisy = jnp.where(logits >= smallest_kept(logits, inputs, variant.filters)[:, None], noisy, -jnp.inf)
-    return jnp.argmax(noisy, axis=-1).astype(jnp.int32)
+        # What is below the limit goes, not what is above it stays: NaN has to come through.
+        noisy = jnp.where(logits < smallest_kept(logits, inputs, variant.filters)[:, None], -jnp.inf, noisy)
+    return _most_likely(noisy)
+
+
+def _most_likely(logits: Float[Array, "rows vocab"]) -> Int[Array, "rows"]:
+    """The first of the largest of each row; `NOTHING` where it is no finite number. NaN counts as the largest."""
+    tokens = jnp.argmax(logits, axis=-1)
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
+    return jnp.where(jnp.isfinite(chosen), tokens, NOTHING).astype(jnp.int32)
 
 
 def adjust_logits(

@@ -25,6 +25,9 @@ from kernels_pallas.sample.tiles import Best, RowInputs, Tiling, first_largest, 
 from kernels_pallas.sample.wanted import LARGEST_INT, RowFilters, Wanted
 from kernels_pallas.warpgroup import Ref
 
+NOTHING = -1
+"""The token of a row from which none can be chosen."""
+
 LARGEST_TEMPERATURE = 1e30
 """Of the pivots, which are to be finite."""
 
@@ -49,8 +52,8 @@ class _State(NamedTuple):
         least: weight above `high`: no more than that.
         pivot: a logit that the next check compares with besides the token's.
         other: and another.
-        passes: left before the candidate is taken as it is: where NaN hides what comparisons say, no loop may wait for
-            them. Two pivots a pass tell any two logits apart in far fewer.
+        passes: left before the candidate is taken as it is: no loop may wait for comparisons that odd numbers could
+            hide. Two pivots a pass tell any two logits apart in far fewer.
     """
 
     next: jax.Array
@@ -121,7 +124,7 @@ def choose_tokens(
         state = lax.while_loop(
             lambda state: state.next != _DONE,
             lambda state: _pass(block, wanted, state),
-            _start(wanted, block.numbers[0], token, source.logits[row, token]),
+            _start(wanted, token, source.logits[row, token]),
         )
 
         @pl.when(group == 0)
@@ -142,28 +145,22 @@ def choose_tokens(
     )(*parts, *inputs.operands(), *filters)
 
 
-def _start(wanted: Wanted, best: jax.Array, token: jax.Array, logit: jax.Array) -> _State:
+def _start(wanted: Wanted, token: jax.Array, logit: jax.Array) -> _State:
     """What is known of the best of all tokens.
 
-    Rows with NaN or infinite logits get what comparisons with them leave: without filters the first NaN, which takes a
-    pass; with filters 0, or the first infinite one where min_p has a limit.
+    A row whose largest logit is no finite number is done with: comparisons with it would tell nothing.
     """
     largest = wanted.largest
-    filtered = jnp.logical_not(wanted.simple) | wanted.has_min_p
     odd = jnp.logical_not(jnp.abs(largest) < jnp.inf)
-    nothing = filtered & odd & jnp.logical_not((largest == jnp.inf) & wanted.has_min_p)
-    token = jnp.where(nothing, 0, token)
     below = logit < wanted.floor
     done = odd | (logit >= largest) | (wanted.simple & jnp.logical_not(below))
-    action = jnp.where(filtered, jnp.where(done, _DONE, jnp.where(below, _DRAW, _CHECK)), _DONE)
-    lost = jnp.logical_and(jnp.logical_not(filtered), best != best)
     width = jnp.minimum(wanted.temperature, LARGEST_TEMPERATURE)
     return _State(
-        next=jnp.where(lost, _DRAW, action).astype(jnp.int32),
-        token=token,
+        next=jnp.where(done, _DONE, jnp.where(below, _DRAW, _CHECK)).astype(jnp.int32),
+        token=jnp.where(odd, NOTHING, token).astype(jnp.int32),
         logit=logit,
-        cut=jnp.where(lost, jnp.inf, -jnp.inf).astype(jnp.float32),
-        sure=jnp.where(lost, -jnp.inf, largest).astype(jnp.float32),
+        cut=jnp.float32(-jnp.inf),
+        sure=largest,
         low=jnp.float32(-jnp.inf),
         high=largest,
         most=jnp.float32(jnp.inf),
@@ -183,8 +180,7 @@ def _pass(block: Block, wanted: Wanted, state: _State) -> _State:
     def draw(tile: jax.Array, values: jax.Array, best: Best) -> Best:
         noisy = with_noise(values, tiling.ids(tile), wanted.key, wanted.scale)
         left = jnp.logical_and(values > state.cut, values >= wanted.floor)
-        noisy = jnp.where(left, noisy, jnp.full_like(values, -jnp.inf))
-        return best.update(tile, jnp.where(values != values, jnp.zeros_like(values), noisy))
+        return best.update(tile, jnp.where(left, noisy, jnp.full_like(values, -jnp.inf)))
 
     def body(tile: jax.Array, values: jax.Array, carry: tuple[tuple[jax.Array, ...], Best]) -> Any:
         sums, best = carry

@@ -52,7 +52,8 @@ def sample_tokens(
         interpret: run in Pallas's GPU interpreter (on a CPU) instead of compiling.
 
     Returns:
-        int32 token ids. Where logits are NaN, a row without filters gets the first NaN, others 0.
+        int32 token ids; `NOTHING` for a row without a token that could be chosen: all are excluded, or one that is not
+        has a logit that is NaN or infinite.
 
     Raises:
         ValueError: for logits of another dtype, or if no token is known.

@@ -7,13 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from sampling.rows import NOTHING, brute_force, inputs
+from sampling.rows import NOTHING as NO_ID
+from sampling.rows import brute_force, inputs
 
 from jaxllm.sampling.inputs import SamplingInputs
 from jaxllm.sampling.noise import row_keys
 from jaxllm.sampling.sampler import sample
 from jaxllm.sampling.variant import KERNEL, Filters, SamplerVariant
-from kernels_pallas.sample import SampleConfig, sample_tokens, sample_tokens_reference
+from kernels_pallas.sample import NOTHING, SampleConfig, sample_tokens, sample_tokens_reference
 
 JNP = SamplerVariant(filters=Filters.ALL, suppress=True)
 SMALL = SampleConfig(tile=512, groups=2, min_tiles=1)
@@ -57,7 +58,7 @@ def test_draws_are_those_of_the_sampler(ties, execute):
     known = np.arange(690) < 650
     known[:200:7] = ties
     logits[:, 0] = logits[:, 660] = 9
-    suppressed = np.full((rows, 16), NOTHING)
+    suppressed = np.full((rows, 16), NO_ID)
     suppressed[::2, 3] = 0
     columns = dict(zip(("temperature", "top_k", "top_p", "min_p"), np.array(ROWS).T, strict=True))
     parameters = inputs(rows, seed=1, suppressed=suppressed, **columns)
@@ -78,7 +79,7 @@ def test_edits_come_before_the_kernel(execute):
     logits[:, 5] = logits[:, 1100] = 9
     mask = np.full((3, -(-vocab // 32)), 0xFFFFFFFF, np.uint32)
     mask[:, 0] = ~np.uint32(1 << 5)
-    suppressed = np.full((3, 16), NOTHING)
+    suppressed = np.full((3, 16), NO_ID)
     suppressed[1:, 0] = 1100
     parameters = inputs(
         3, temperature=np.array([0, 0, 1]), top_p=np.array([1, 1, 0.5]), suppressed=suppressed, mask=jnp.asarray(mask)
@@ -91,29 +92,40 @@ def test_edits_come_before_the_kernel(execute):
     assert got[0] == 1100 and got[1] not in (5, 1100)
 
 
-def test_nan_and_infinity(execute):
-    """As the jnp sampler has it where maxima keep NaN: without filters the first NaN or infinity, with filters 0."""
-    logits = np.random.default_rng(0).normal(0, 1, (6, 300))
-    logits[:2, [7, 9]] = np.nan
-    logits[2:5, [11, 12]] = np.inf
-    logits[5] = -np.inf
-    parameters = inputs(6, top_p=np.array([1, 0.5, 1, 0.5, 0.5, 0.5]), min_p=np.array([0, 0, 0, 0, 0.1, 0]))
-    given = arguments(logits, parameters, np.ones(300, bool))
+def test_rows_from_which_nothing_can_be_chosen(execute):
+    """NaN, infinity, nothing but -inf: `NOTHING`, with filters and without, as the jnp sampler has it."""
+    vocab, rows = 600, 12
+    logits = np.random.default_rng(0).normal(0, 1, (rows, vocab))
+    logits[0:3, [7, 590]] = np.nan
+    logits[3:6, [11, 12]] = np.inf
+    logits[6:9] = -np.inf
+    logits[9, 5] = logits[10, 5] = np.nan  # excluded: it does not count
+    logits[11, 5:] = -np.inf
+    suppressed = np.full((rows, 16), NO_ID)
+    suppressed[9:11, 2] = 5
+    parameters = inputs(
+        rows, temperature=np.arange(rows) % 3 / 2, top_p=np.where(np.arange(rows) % 2, 0.5, 1), suppressed=suppressed,
+        min_p=np.where(np.arange(rows) % 4 == 3, 0.1, 0), top_k=np.where(np.arange(rows) % 6 == 4, 3, 0),
+    )  # fmt: skip
+    given = arguments(logits, parameters, np.ones(vocab, bool))
     got = execute(lambda *args, **options: sample_tokens(*args, given[-1], **options), *given[:-1], config=SMALL)
-    assert np.asarray(got).tolist() == [7, 0, 11, 0, 11, 0]
+    by_jnp = sample(given[0], parameters, given[-1], JNP)
+    np.testing.assert_array_equal(np.asarray(got), by_jnp)
+    assert np.asarray(got)[:9].tolist() == [NOTHING] * 9
+    assert (np.asarray(got)[9:] >= 0).all() and np.isfinite(logits[np.arange(9, 12), np.asarray(got)[9:]]).all()
 
 
 def test_a_row_of_nothing_but_nan_ends_too(execute):
     """Padding rows: their parameters are zeros, top_p among them, and what they attend to may be anything."""
     zeros, keys = jnp.zeros((2,), jnp.float32), jnp.zeros((2, 2), jnp.uint32)
     logits = jnp.full((2, 600), jnp.nan, jnp.float32).at[1].set(0.0)
-    top_k, suppressed = jnp.zeros((2,), jnp.int32), jnp.full((2, 16), NOTHING, jnp.int32)
+    top_k, suppressed = jnp.zeros((2,), jnp.int32), jnp.full((2, 16), NO_ID, jnp.int32)
     got = execute(
         lambda *args, **options: sample_tokens(*args, np.ones(600, bool), **options),
         logits, zeros, top_k, zeros, zeros, keys, suppressed,
         config=SMALL,
     )  # fmt: skip
-    np.testing.assert_array_equal(np.asarray(got), [0, 0])
+    np.testing.assert_array_equal(np.asarray(got), [NOTHING, 0])
 
 
 @pytest.mark.parametrize(
