@@ -13,6 +13,7 @@ from jaxllm import LLM, SamplingParams
 from jaxllm.engine.spec import shape_options
 from jaxllm.outputs import CompletionOutput
 from jaxllm.structured.params import StructuredOutputsParams
+from jaxllm.text.detokenizer import _Vocabulary
 
 PROMPT = "The quick"
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 16, "ignore_eos": True}
@@ -337,6 +338,29 @@ def test_fields_that_exclude_every_token_end_their_request_alone(small_llm: LLM)
     assert [output.outputs[0].finish_reason for output in outputs] == ["error", "length"]
     assert outputs[0].error is not None and "no token can be chosen" in outputs[0].error
     assert (outputs[0].outputs[0].token_ids, outputs[1].outputs[0].token_ids) == ([], want)
+
+
+@pytest.mark.parametrize("fields", [{"logprobs": 1}, {"stop": "never said"}], ids=str)
+def test_a_tokenizer_that_fails_ends_its_request_alone(
+    small_llm: LLM, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+) -> None:
+    fields |= {"frequency_penalty": 2}  # other tokens at every place
+    ids, other = run(small_llm, **fields).token_ids, run(small_llm, "y")
+    place = next(i for i in range(2, 16) if ids[i] not in other.token_ids + ids[:i])
+
+    def token_bytes(self: Any, index: int, known: Any = _Vocabulary.token_bytes) -> bytes:
+        if index == ids[place]:
+            raise KeyError("what is that?")
+        return known(self, index)
+
+    monkeypatch.setattr(_Vocabulary, "token_bytes", token_bytes)
+    params = [SamplingParams(**GREEDY | fields), SamplingParams(**GREEDY)]
+    outputs = small_llm.generate([PROMPT, "y"], params, use_tqdm=False)
+    assert outputs[1].outputs[0] == other
+    failed = outputs[0].outputs[0]
+    assert (failed.finish_reason, failed.token_ids) == ("error", ids[:place])
+    assert outputs[0].error is not None and "what is that?" in outputs[0].error
+    assert failed.logprobs is None or len(failed.logprobs) == place
 
 
 # --- structured output

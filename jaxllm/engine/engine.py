@@ -1,5 +1,6 @@
 """Requests in, tokens and text out: the loop over scheduler and runner."""
 
+import logging
 import threading
 import time
 from collections import deque
@@ -24,6 +25,8 @@ from jaxllm.engine.step import Masks, SchedulerStats, Step
 from jaxllm.engine.step_program import StepResults
 from jaxllm.outputs import RequestOutput
 from jaxllm.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 Running = Literal["finish", "abort"]
 """What becomes of requests that run while the weights change."""
@@ -230,9 +233,16 @@ class Engine:
             now = time.perf_counter()
             for row, request in reported.prompts():
                 if self.scheduler.is_live(row):
-                    self._answers[request.request_id].add_prompt_logprobs(reported, row)
+                    try:
+                        self._answers[request.request_id].add_prompt_logprobs(reported, row)
+                    except Exception as error:
+                        self._fail(request, request.num_tokens, error)
             for request, count in self.scheduler.complete(oldest, sampled):
-                self._update(request, request.num_tokens - count, now, reported)
+                before = request.num_tokens - count
+                try:
+                    self._update(request, before, now, reported)
+                except Exception as error:
+                    self._fail(request, before, error)
             if self._on_step is not None:
                 self._on_step(oldest)
             return True
@@ -274,6 +284,13 @@ class Engine:
         failed = [(rows[i], f"the grammar cannot be followed any further: {error}") for i, error in errors.items()]
         return Masks([request.seat or 0 for request in rows], masks), failed
 
+    def _fail(self, request: Request, num_tokens: int, error: Exception) -> None:
+        """End a request whose tokens cannot be taken in, a tokenizer failing or the like; others are not affected."""
+        logger.error("request %r ends in an error", request.request_id, exc_info=error)
+        del request.token_ids[num_tokens:]
+        self._end_in_error(request, f"its tokens could not be taken in: {error} ({type(error).__name__})")
+        self._deliver_end(request, whole=False)
+
     def _end_in_error(self, request: Request, error: str) -> None:
         self._answers[request.request_id].error = error
         if request.is_finished:
@@ -281,10 +298,10 @@ class Engine:
         else:
             self.scheduler.finish(request, "error")
 
-    def _deliver_end(self, request: Request) -> RequestOutput:
-        """Hand out the end of a request that no token brings."""
+    def _deliver_end(self, request: Request, whole: bool = True) -> RequestOutput:
+        """Hand out the end of a request that no token brings, without the text held back where it is not `whole`."""
         answer = self._answers.pop(request.request_id)
-        text = answer.break_off()
+        text = answer.break_off() if whole else ""
         answer.finished_time = time.perf_counter()
         output = answer.output()
         answer.inbox.append(Update(request.request_id, text, [], output))
