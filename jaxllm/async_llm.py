@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -13,7 +14,7 @@ from typing import Any, Self
 import jax
 
 from jaxllm.engine.answer import Update
-from jaxllm.engine.engine import Engine
+from jaxllm.engine.engine import Engine, EngineAsleep
 from jaxllm.engine.prompts import Prompt
 from jaxllm.engine.request import Request
 from jaxllm.llm import LLM
@@ -82,7 +83,7 @@ class AsyncRequest:
                 self.ended.set()
                 self._on_end(self.request_id)
 
-        if not self._loop.is_closed():  # else nobody is left to read it
+        with suppress(RuntimeError):  # where the loop is closed, nobody is left to read it
             self._loop.call_soon_threadsafe(put)
 
 
@@ -90,7 +91,8 @@ class AsyncLLM:
     """Requests of one event loop, served by one engine.
 
     Streams are for `async for`; prompts are read and grammars compiled in threads beside the loop. Use it as `async
-    with AsyncLLM(llm) as served:`, or call `close` at the end.
+    with AsyncLLM(llm) as served:`, or call `close` at the end. While the LLM sleeps, requests are taken and aborted, and
+    continue when it wakes.
 
     Args:
         llm: whose engine serves; calls of its own methods run together with these requests.
@@ -162,7 +164,7 @@ class AsyncLLM:
         return True
 
     async def drain(self) -> None:
-        """Take no more requests, and wait until those under way have ended."""
+        """Take no more requests, and wait until those under way have ended; of an LLM that sleeps, until it wakes."""
         self._refusal = "it is being drained"
         while self._preparing or self._requests:
             await asyncio.gather(*(request.ended.wait() for request in self._requests.values()))
@@ -223,7 +225,8 @@ class _Worker:
         """Abort what is under way and end the thread; waits for it."""
         self._stopping = True
         self._awake.set()
-        self._thread.join()
+        if threading.current_thread() is not self._thread:  # which collects garbage too
+            self._thread.join()
 
     def _tell(self, command: Callable[[], None]) -> None:
         self._commands.append(command)
@@ -248,13 +251,12 @@ class _Worker:
             self._commands.popleft()()
 
     def _step(self) -> None:
-        if self.engine.runner.asleep:
-            self._awake.wait(_ASLEEP_SECONDS)
-            return
         try:
             # Other threads step the engine as well: then there is something in the inbox.
             if not self.engine.advance() and not self._inbox:
                 raise RuntimeError(f"the engine has nothing to do, but {sorted(self._parts)} have not ended")
+        except EngineAsleep:
+            self._awake.wait(_ASLEEP_SECONDS)
         except Exception as error:  # of the device, not of a request: all that were in the step end, new ones are taken
             for request in {request for request, _ in self._parts.values()}:
                 self._end(request, error)

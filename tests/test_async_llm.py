@@ -124,6 +124,62 @@ def test_drain_waits_and_close_aborts(serve: Any) -> None:
     assert serve(closed) == ["abort"] * 3
 
 
+def test_asleep_requests_are_taken_and_aborted_and_served_on_waking(serve: Any, small_llm: LLM) -> None:
+    """Also those that ran: as if nothing had happened. `drain` waits for the waking, `close` does not."""
+    want = small_llm.generate("x", LONG, use_tqdm=False)[0].outputs[0].token_ids
+
+    async def scenario(served: AsyncLLM) -> None:
+        running, ended = await served.add("x", LONG, "running"), await served.add("x", LONG, "ended")
+        got = (await anext(aiter(running))).token_ids
+        await asyncio.to_thread(small_llm.sleep)
+        waiting, never = await served.add("x", LONG), await served.add("y", LONG, "never")
+        assert served.abort("ended") and served.abort("never")
+        assert {(await one.output()).outputs[0].finish_reason for one in (ended, never)} == {"abort"}
+        draining = asyncio.create_task(served.drain())
+        await asyncio.sleep(0.2)
+        assert not draining.done() and not running.ended.is_set() and not waiting.ended.is_set()
+        await asyncio.to_thread(small_llm.wake)
+        await draining
+        async for delta in running:
+            got += delta.token_ids
+        assert got == want == (await waiting.output()).outputs[0].token_ids
+
+    async def closed(served: AsyncLLM) -> Any:
+        request = await served.add("x", LONG)
+        await asyncio.to_thread(small_llm.sleep)
+        await served.close()
+        await asyncio.to_thread(small_llm.wake)
+        return await request.output()
+
+    serve(scenario)
+    assert serve(closed).outputs[0].finish_reason == "abort"
+
+
+def test_an_engine_that_falls_asleep_between_two_looks_fails_nobody(
+    serve: Any, small_llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread puts it to sleep when the background thread is about to step it."""
+    engine, advance, calls = small_llm.engine, small_llm.engine.advance, 0
+
+    def falls_asleep() -> bool:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            small_llm.sleep()
+        return advance()
+
+    async def scenario(served: AsyncLLM) -> Any:
+        monkeypatch.setattr(engine, "advance", falls_asleep)
+        request = await served.add("x", GREEDY)
+        while calls < 4:
+            await asyncio.sleep(0.01)
+        assert not request.ended.is_set()
+        await asyncio.to_thread(small_llm.wake)
+        return await request.output()
+
+    assert serve(scenario).outputs[0].finish_reason == "length"
+
+
 def test_a_step_that_fails_ends_what_ran_and_nothing_else(
     serve: Any, small_llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,6 +32,10 @@ Running = Literal["finish", "abort"]
 """What becomes of requests that run while the weights change."""
 
 
+class EngineAsleep(RuntimeError):
+    """The KV memory was given back: nothing can be computed before `wake`."""
+
+
 @dataclass(frozen=True)
 class EngineStats:
     """Counters since the engine was ready.
@@ -202,10 +206,13 @@ class Engine:
 
         One step is always under way while the host works on the results of the one before. If a step fails, its
         requests stay queued and are computed again with the next one; abort them to be rid of them.
+
+        Raises:
+            EngineAsleep: before `wake`.
         """
         with self._exclusively():
             if self.runner.asleep:
-                raise RuntimeError("the engine is asleep, its KV memory given back: call wake() first")
+                raise EngineAsleep("the engine is asleep, its KV memory given back: call wake() first")
             if not self.scheduler.has_unfinished():
                 self._under_way.clear()  # steps for requests that ended meanwhile
                 return False
@@ -289,7 +296,7 @@ class Engine:
         logger.error("request %r ends in an error", request.request_id, exc_info=error)
         del request.token_ids[num_tokens:]
         self._end_in_error(request, f"its tokens could not be taken in: {error} ({type(error).__name__})")
-        self._deliver_end(request, whole=False)
+        self._deliver_end(request)
 
     def _end_in_error(self, request: Request, error: str) -> None:
         self._answers[request.request_id].error = error
@@ -298,10 +305,13 @@ class Engine:
         else:
             self.scheduler.finish(request, "error")
 
-    def _deliver_end(self, request: Request, whole: bool = True) -> RequestOutput:
-        """Hand out the end of a request that no token brings, without the text held back where it is not `whole`."""
-        answer = self._answers.pop(request.request_id)
-        text = answer.break_off() if whole else ""
+    def _deliver_end(self, request: Request) -> RequestOutput:
+        """Hand out the end of a request that no token brings."""
+        answer, text = self._answers.pop(request.request_id), ""
+        try:
+            text = answer.break_off()
+        except Exception:  # the tokenizer's: it ends all the same, without the text that was held back
+            logger.exception("request %r: the end of its text is missing", request.request_id)
         answer.finished_time = time.perf_counter()
         output = answer.output()
         answer.inbox.append(Update(request.request_id, text, [], output))
