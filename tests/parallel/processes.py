@@ -15,14 +15,26 @@ from jaxllm.parallel import distributed
 
 def main(task: str, port: str, count: str, index: str, folder: str, results: str) -> None:
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 2)
+    jax.config.update("jax_num_cpu_devices", 1 if task == "serve" else 2)
     distributed.start(f"localhost:{port}", int(count), int(index), heartbeat_seconds=4, timeout_seconds=60)
     if task == "die":
         print("started", flush=True)
         while True:  # the others wait in a collective when one is killed, or between two
             distributed.smallest(1)
             time.sleep(0.01)
-    Path(f"{results}.{index}").write_text(json.dumps(together(folder)))
+    task_of = {"together": together, "serve": serve}[task]
+    Path(f"{results}.{index}").write_text(json.dumps(task_of(folder)))
+
+
+def serve(folder: str) -> dict[str, object]:
+    """An engine over all devices of all processes; only process 0 says what is to be generated."""
+    from every_field import OPTIONS, generated, requests
+
+    from jaxllm import LLM
+
+    llm = LLM(folder, tensor_parallel_size=jax.device_count(), **OPTIONS)
+    prompts, params = requests() if jax.process_index() == 0 else ([[1]], None)
+    return {"outputs": generated(llm, prompts, params), "preemptions": llm.stats.scheduler.preemptions}
 
 
 def together(folder: str) -> dict[str, object]:

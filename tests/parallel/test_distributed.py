@@ -14,7 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from parallel.every_field import assert_equal, generated, requests
 
+from jaxllm import LLM
 from jaxllm.checkpoint import load_parameters, resolve
 from jaxllm.convert import convert
 from jaxllm.models.params import parameter_specs
@@ -65,6 +67,25 @@ def test_processes_run_one_model(tiny: Callable[..., Path], tmp_path: Path) -> N
         assert result["chosen"] == expected and result["smallest"] == 99 and result["received"] == 14_000
         # Two of four devices: half of what is divided, and the norms, which are everywhere, twice.
         assert result["local bytes"] < 0.6 * result["bytes"]
+
+
+def test_processes_serve_every_field_of_a_request(small_llm: LLM, tiny: Callable[..., Path], tmp_path: Path) -> None:
+    """Two devices, one a process: grammars, penalties, masks, log probabilities, as alone on one device."""
+    prompts, params = requests()
+    with processes("serve", 2, tiny(), tmp_path / "results") as running:
+        want = [generated(small_llm, [prompt], one)[0] for prompt, one in zip(prompts, params, strict=True)]
+        for process in running:
+            _, errors = process.communicate(timeout=300)
+            assert process.returncode == 0, errors
+    for index in range(2):
+        result = json.loads((tmp_path / f"results.{index}").read_text())
+        assert result["preemptions"] > 0
+        assert_equal(result["outputs"], want)
+    for one, asked in zip(want, params, strict=True):
+        assert (one["logprobs"][0] is not None) == (asked.logprobs is not None)
+        assert (one["prompt_logprobs"] is not None) == (asked.prompt_logprobs is not None)
+    texts = [text for one in want[6:] for _, text, _ in one["outputs"]]
+    assert texts[:1] in ([], ["The sea"], ["Paris"]) and all(set(text) <= set("abc") for text in texts[1:])
 
 
 @pytest.mark.parametrize("victim", [0, 1])
