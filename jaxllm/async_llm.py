@@ -91,8 +91,8 @@ class AsyncLLM:
     """Requests of one event loop, served by one engine.
 
     Streams are for `async for`; prompts are read and grammars compiled in threads beside the loop. Use it as `async
-    with AsyncLLM(llm) as served:`, or call `close` at the end. While the LLM sleeps, requests are taken and aborted, and
-    continue when it wakes.
+    with AsyncLLM(llm) as served:`, or call `close` at the end. While the LLM sleeps, requests are taken and aborted;
+    they continue when it wakes.
 
     Args:
         llm: whose engine serves; calls of its own methods run together with these requests.

@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from reference import reference_logits, reference_model
+from transformers import MinNewTokensLengthLogitsProcessor
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.engine.spec import shape_options
@@ -103,12 +105,18 @@ def penalized(prompt_length: int, repetition: float, presence: float, frequency:
     return edit
 
 
+def kept_back(prompt_length: int, least: int, token: int, ids: list[int], logits: np.ndarray) -> np.ndarray:
+    processor = MinNewTokensLengthLogitsProcessor(prompt_length, least, token, "cpu")
+    return processor(torch.tensor([ids]), torch.tensor(logits[None]))[0].numpy()
+
+
 EDITED: dict[str, tuple[dict[str, Any], Any]] = {
     "penalties": (
         {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3}, penalized(40, 1.3, 0.4, 0.3),
     ),
     "bias": ({"logit_bias": {5: -100.0, 17: 2.5}}, lambda ids, x: x + np.isin(np.arange(391), 17) * 2.5
              - np.isin(np.arange(391), 5) * 100),
+    "min_tokens": ({"min_tokens": 16, "stop_token_ids": [141]}, lambda ids, x: kept_back(40, 16, 141, ids, x)),
     "allowed": ({"allowed_token_ids": [3, 50, 51, 52, 53, 380]},
                 lambda ids, x: np.where(np.isin(np.arange(391), [3, 50, 51, 52, 53]), x, -np.inf)),
 }  # fmt: skip

@@ -151,26 +151,44 @@ def test_the_order_is_vllms() -> None:
 
 
 def test_the_whole_chain_equals_transformers() -> None:
-    """Biases, repetition penalty, temperature, min_p, top_k and top_p, one after the other on the same row."""
+    """Every field that transformers has, one after the other on the same row: allowed ids to top_p."""
     biases = [{int(i): RNG.normal(0, 3) for i in RNG.permutation(VOCAB)[:5]} for _ in range(ROWS)]
+    allowed = RNG.random((ROWS, VOCAB)) < 0.8
+    words = [
+        [[50 + row], [11, 10], [*TOKENS[row, POSITION[row] - 1 : POSITION[row]].tolist(), 20]] for row in range(ROWS)
+    ]
+    suppressed = np.full((ROWS, 16), NOTHING)
+    suppressed[:, 1] = np.arange(ROWS) + 30
     filters = {"temperature": 0.8, "min_p": 0.01, "top_k": 20, "top_p": 0.9}
-    variant = SamplerVariant(edits=True, penalties=True, filters=Filters.SMALL_TOP_K)
-    parameters = inputs(ROWS, position=POSITION, **filters)
-    parameters = parameters._replace(history=HISTORY, edits=edits(biases), penalties=penalties(REPETITION))
+    variant = SamplerVariant(edits=True, penalties=True, mask=True, filters=Filters.SMALL_TOP_K)
+    mask = np.packbits(np.pad(allowed, ((0, 0), (0, 96 - VOCAB))), axis=1, bitorder="little").view(np.uint32)
+    parameters = inputs(ROWS, position=POSITION, suppressed=suppressed, **filters)
+    parameters = parameters._replace(
+        history=HISTORY, edits=edits(biases, words), penalties=penalties(REPETITION), mask=jnp.asarray(mask)
+    )
     logits = compiled(variant)(jnp.asarray(LOGITS), parameters)
     limit = smallest_kept(logits, parameters, variant.filters)
     got = np.where(np.asarray(logits) >= np.asarray(limit)[:, None], np.asarray(logits) / np.float32(0.8), -np.inf)
     for row in range(ROWS):
         used, scores = torch.tensor(TOKENS[row : row + 1, : POSITION[row]]), torch.tensor(LOGITS[row : row + 1])
-        for processor in (
-            processors.SequenceBiasLogitsProcessor({(i,): b for i, b in biases[row].items()}),
-            processors.RepetitionPenaltyLogitsProcessor(float(REPETITION[row])),
-            processors.TemperatureLogitsWarper(0.8),
-            processors.MinPLogitsWarper(0.01),
-            processors.TopKLogitsWarper(20),
-            processors.TopPLogitsWarper(0.9),
+        output = used[:, PROMPT[row] :]  # words count in what was generated alone
+        for processor, tokens in (
+            (
+                processors.PrefixConstrainedLogitsProcessor(
+                    lambda *_, row=row: np.flatnonzero(allowed[row]).tolist(), 1
+                ),
+                used,
+            ),
+            (processors.SuppressTokensLogitsProcessor([row + 30]), used),
+            (processors.NoBadWordsLogitsProcessor(words[row]), output),
+            (processors.SequenceBiasLogitsProcessor({(i,): b for i, b in biases[row].items()}), used),
+            (processors.RepetitionPenaltyLogitsProcessor(float(REPETITION[row])), used),
+            (processors.TemperatureLogitsWarper(0.8), used),
+            (processors.MinPLogitsWarper(0.01), used),
+            (processors.TopKLogitsWarper(20), used),
+            (processors.TopPLogitsWarper(0.9), used),
         ):
-            scores = processor(used, scores)
+            scores = processor(tokens, scores)
         np.testing.assert_allclose(got[row], scores[0].numpy(), rtol=2e-6)
 
 

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from sampling.rows import NEUTRAL, NOTHING, assert_follows, brute_force, drawn, inputs
 
+from jaxllm.sampling.inputs import Edits, History, Penalties
 from jaxllm.sampling.sampler import VARIANT_OF_MODE, SamplingMode, sample
-from jaxllm.sampling.variant import GREEDY, PLAIN, Filters, SamplerVariant
+from jaxllm.sampling.variant import GREEDY, KERNEL, PLAIN, Filters, SamplerVariant
 
 ALL_40 = np.ones(40, bool)
 SMALL = SamplerVariant(filters=Filters.SMALL_TOP_K)
@@ -24,6 +25,8 @@ DISTRIBUTIONS = [
     (SamplerVariant(filters=Filters.TOP_P), {"top_p": 0.5, "top_k": 6}),
     (SMALL, {"top_k": 3}),
     (SMALL, {"min_p": 0.2}),
+    (SMALL, {"top_k": 4, "min_p": 0.1}),
+    (SamplerVariant(filters=Filters.TOP_P), {"top_p": 0.8, "min_p": 0.05}),
     (SMALL, {"top_k": 6, "top_p": 0.7, "min_p": 0.1, "temperature": 1.7}),
     (ALL, {"top_k": 5, "top_p": 0.8}),
 ]
@@ -35,6 +38,41 @@ def test_draws_follow_the_exact_distribution(variant: SamplerVariant, parameters
     logits = np.random.default_rng(3).normal(0, 1.5, vocab).astype(np.float32)
     tokens = drawn(np.tile(logits, (draws, 1)), inputs(draws, seed=7, **parameters), variant)
     assert_follows(tokens, brute_force(logits, **(NEUTRAL | parameters)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("parameters", [parameters for _, parameters in DISTRIBUTIONS], ids=str)
+def test_draws_of_the_kernel_follow_the_exact_distribution(parameters: dict[str, Any]) -> None:
+    test_draws_follow_the_exact_distribution(KERNEL, parameters)
+
+
+def test_everything_together_follows_the_exact_distribution() -> None:
+    """Mask, suppressed ids, bad words, biases, penalties and filters, on top of one another."""
+    draws, vocab = 100_000, 12
+    logits = np.random.default_rng(8).normal(0, 1, vocab).astype(np.float32)
+    said = [3, 4, 4, 5]  # of which the first is the prompt
+
+    def rows(value: Any, kind: Any) -> Any:
+        value = jnp.asarray(value, kind)
+        return jnp.tile(value, (draws, *(1,) * value.ndim))
+
+    filters = {"temperature": 1.4, "top_k": 7, "top_p": 0.95, "min_p": 0.02}
+    suppressed = np.full((draws, 16), NOTHING)
+    suppressed[:, 0] = 8
+    parameters = inputs(draws, seed=np.arange(draws), position=4, suppressed=suppressed, **filters)._replace(
+        history=History(rows(said, jnp.int32), rows(1, jnp.int32)),
+        penalties=Penalties(rows(1.5, jnp.float32), rows(0.25, jnp.float32), rows(0.5, jnp.float32)),
+        edits=Edits(rows([7, 4], jnp.int32), rows([1.5, 2.0], jnp.float32), rows([[5, 9], [-1, 10]], jnp.int32)),
+        mask=rows([0b111111111110], jnp.uint32),
+    )
+    adjusted = logits.astype(np.float64)
+    adjusted[[0, 8, 9, 10]] = -np.inf
+    adjusted[[7, 4]] += [1.5, 2.0]
+    used = [3, 4, 5]
+    adjusted[used] = np.where(adjusted[used] > 0, adjusted[used] / 1.5, adjusted[used] * 1.5)
+    adjusted[[4, 5]] -= [0.25 + 2 * 0.5, 0.25 + 0.5]
+    variant = SamplerVariant(filters=Filters.ALL, edits=True, penalties=True, mask=True)
+    assert_follows(drawn(np.tile(logits, (draws, 1)), parameters, variant), brute_force(adjusted, **filters))
 
 
 def test_draws_by_seed_follow_the_distribution() -> None:

@@ -6,10 +6,13 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from sampling.rows import NEUTRAL, assert_follows, brute_force, drawn, inputs
 from tiny import byte_level_tokenizer, sentencepiece_tokenizer
 
+from jaxllm.sampling.variant import SamplerVariant
 from jaxllm.structured.grammar import MAX_CACHED, GrammarCompiler
 from jaxllm.structured.matcher import Matcher
 from jaxllm.structured.params import StructuredOutputsParams
@@ -131,6 +134,24 @@ def test_the_mask_is_what_continues_a_choice() -> None:
             assert matcher.accept([token]) == 1
             so_far += spelled[token]
         assert so_far.decode() in texts
+
+
+@pytest.mark.parametrize(("so_far", "temperature"), [("", 1.0), ("the s", 1.4)], ids=["begin", "within"])
+def test_draws_under_a_mask_follow_the_exact_distribution(so_far: str, temperature: float) -> None:
+    """The model's distribution over what the grammar allows, and nothing else: 100,000 draws, chi-square."""
+    tokenizer, draws = byte_level_tokenizer(), 100_000
+    matcher = compiler().matcher(StructuredOutputsParams(regex="(the s|[a-f]|[0-9]{2}){1,3}(ea|tars|mall|e)?"))
+    ids = tokenizer.encode(so_far)
+    assert matcher.accept(ids) == len(ids)
+    mask = np.empty(-(-VOCAB // 32), np.uint32)
+    matcher.fill(mask)
+    logits = np.random.default_rng(9).normal(0, 1, VOCAB).astype(np.float32)
+    of_all = NEUTRAL | {"temperature": temperature}
+    expected = brute_force(np.where(allowed(matcher), logits, -np.inf), **of_all)
+    assert (expected > 0).sum() > 5
+    parameters = inputs(draws, position=len(ids), seed=np.arange(draws), temperature=temperature)
+    parameters = parameters._replace(mask=jnp.tile(jnp.asarray(mask), (draws, 1)))
+    assert_follows(drawn(np.tile(logits, (draws, 1)), parameters, SamplerVariant(mask=True)), expected)
 
 
 def test_what_is_taken_back_never_happened() -> None:
