@@ -124,8 +124,8 @@ def text(made: Plan) -> str:
         f"KV cache: {made.num_blocks:,} blocks, {made.num_tokens:,} tokens in {format_bytes(b.headroom)} per device",
         f"maximum concurrency for {s.max_model_len:,} tokens per request ({per_request} blocks): "
         f"{made.max_concurrency:.2f}x",
-        f"predicted from shapes: weights {format_bytes(made.predicted_weights)}, activations "
-        f"{format_bytes(made.predicted_activations)}",
+        f"predicted from shapes: weights {format_bytes(made.predicted_weights)}, state of requests "
+        f"{format_bytes(made.predicted_state)}, activations {format_bytes(made.predicted_activations)}",
         f"without a warm-up: {made.blocks_without_warm_up:,} blocks, "
         f"{made.blocks_without_warm_up - made.num_blocks:,} too many: the first long prefill would need "
         f"{format_bytes(b.activations)} that are gone",
@@ -147,7 +147,7 @@ def make_parser() -> argparse.ArgumentParser:
     card.add_argument("--device", metavar="NAME", help=f"one of {', '.join(CARDS)}")
     card.add_argument("--device-memory", metavar="SIZE", type=cli.size, help="memory of the card, as 80GiB")
     measured = parser.add_argument_group("measured, per device (else predicted)")
-    measured.add_argument("--weight-bytes", metavar="SIZE", type=cli.size, help="weights")
+    measured.add_argument("--weight-bytes", metavar="SIZE", type=cli.size, help="weights, and the state of requests")
     measured.add_argument("--activation-bytes", metavar="SIZE", type=cli.size, help="most that a running program needs")
     measured.add_argument(
         "--other-bytes",

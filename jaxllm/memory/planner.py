@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxllm.config import EngineConfig
 from jaxllm.memory.budget import DeviceBudget, block_bytes, outside_margin
-from jaxllm.memory.predict import ITEMSIZE, Workload, activation_bytes, weight_bytes
+from jaxllm.memory.predict import ITEMSIZE, Workload, activation_bytes, state_bytes, weight_bytes
 from jaxllm.memory.report import concurrency
 from jaxllm.models.config import ModelConfig
 
@@ -32,7 +32,7 @@ class Scenario:
         max_model_len: most tokens of a request.
         dtype: of weights and activations.
         kv_dtype: of the KV cache.
-        weights: measured weights.
+        weights: measured weights, with the state of requests, as the engine measures them.
         activations: measured peak of the running programs.
         other: CUDA context and the like; None is the margin that the engine keeps for it.
     """
@@ -80,6 +80,7 @@ class Plan:
     scenario: Scenario
     budget: DeviceBudget
     predicted_weights: int
+    predicted_state: int
     predicted_activations: int
 
     @property
@@ -104,7 +105,11 @@ class Plan:
         return max(0, budget.headroom + budget.activations) // budget.block_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan in JSON's types. `kv_cache_bytes` is the headroom, `kv_array_bytes` the whole blocks in it."""
+        """The plan in JSON's types.
+
+        `kv_cache_bytes` is the headroom, `kv_array_bytes` the whole blocks in it; `weight_bytes` are those of the
+        budget: with the state of requests.
+        """
         s, b = self.scenario, self.budget
         return {
             "device": s.device,
@@ -114,6 +119,7 @@ class Plan:
             "weight_bytes": b.weights,
             "activation_bytes": b.activations,
             "predicted_weight_bytes": self.predicted_weights,
+            "predicted_state_bytes": self.predicted_state,
             "predicted_activation_bytes": self.predicted_activations,
             "kv_cache_bytes": b.headroom,
             "kv_array_bytes": self.num_blocks * b.block_bytes,
@@ -137,6 +143,9 @@ def plan(scenario: Scenario) -> Plan:
     """
     tp, model, itemsize = scenario.config.tensor_parallel_size, scenario.model, ITEMSIZE[scenario.dtype]
     weights = weight_bytes(model, itemsize=itemsize, tensor_parallel_size=tp)
+    state = state_bytes(
+        model, rows=scenario.workload.rows, max_model_len=scenario.max_model_len, tensor_parallel_size=tp
+    )
     activations = activation_bytes(model, scenario.workload, itemsize=max(2, itemsize), tensor_parallel_size=tp)
     block = block_bytes(
         num_layers=model.num_hidden_layers,
@@ -151,8 +160,8 @@ def plan(scenario: Scenario) -> Plan:
         total=scenario.total,
         utilization=scenario.config.gpu_memory_utilization,
         non_framework=outside_margin(scenario.total) if scenario.other is None else scenario.other,
-        weights=weights if scenario.weights is None else scenario.weights,
+        weights=weights + state if scenario.weights is None else scenario.weights,
         activations=activations if scenario.activations is None else scenario.activations,
         block_bytes=block,
     )
-    return Plan(scenario, budget, weights, activations)
+    return Plan(scenario, budget, weights, state, activations)

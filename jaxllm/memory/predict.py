@@ -1,7 +1,7 @@
 """What a model will need, from its shapes alone: for the planner, and to stand beside what is measured.
 
-Weights are exact. The activation peak is an estimate of XLA's temporary buffer; what the compiler fuses decides it in
-the end, which is why the engine measures.
+Weights and the state of requests are exact. The activation peak is an estimate of XLA's temporary buffer; what the
+compiler fuses decides it in the end, which is why the engine measures.
 """
 
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ from math import prod
 
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.params import parameter_specs, runtime_config
+from jaxllm.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS
 
 ITEMSIZE = {
     "float32": 4,
@@ -19,6 +20,9 @@ ITEMSIZE = {
     "fp8_e5m2": 1,
 }
 """Bytes of an element by the name of its dtype."""
+
+_NUMBERS_OF_A_REQUEST = 6
+"""Last token, length of the prompt, logits processors, three penalties."""
 
 _LOGIT_COPIES = 3
 """float32 arrays of the logits' shape that the sampler holds at once (measured: docs/memory.md)."""
@@ -51,6 +55,22 @@ def weight_bytes(model: ModelConfig, *, itemsize: int, tensor_parallel_size: int
     specs = parameter_specs(model, tensor_parallel_size).values()
     sizes = (prod(spec.shape) // (tensor_parallel_size if any(spec.axes) else 1) for spec in specs)
     return itemsize * sum(sizes)
+
+
+def state_bytes(model: ModelConfig, *, rows: int, max_model_len: int, tensor_parallel_size: int = 1) -> int:
+    """Bytes of what every device keeps of each request beside its KV (`engine.device_state.DeviceState`).
+
+    Its tokens, for penalties and bad words; a mask of a bit a token; biases, bad words, and single numbers.
+
+    Args:
+        model: shapes.
+        rows: most requests of a step.
+        max_model_len: most tokens of a request.
+        tensor_parallel_size: devices, whose number pads the vocabulary.
+    """
+    vocabulary = runtime_config(model, tensor_parallel_size).vocab_size
+    words = max_model_len + -(-vocabulary // 32) + 2 * MAX_LOGIT_BIAS + MAX_BAD_WORDS * MAX_BAD_WORD_TOKENS
+    return 4 * rows * (words + _NUMBERS_OF_A_REQUEST)
 
 
 def activation_bytes(model: ModelConfig, workload: Workload, *, itemsize: int, tensor_parallel_size: int = 1) -> int:

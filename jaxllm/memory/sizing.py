@@ -18,7 +18,7 @@ from jaxllm.memory.budget import (
 )
 from jaxllm.memory.device import read_device
 from jaxllm.memory.notes import notes_on
-from jaxllm.memory.predict import Workload, activation_bytes, weight_bytes
+from jaxllm.memory.predict import Workload, activation_bytes, state_bytes, weight_bytes
 from jaxllm.memory.report import MemoryReport, ProgramReport
 from jaxllm.memory.units import MIB
 from jaxllm.memory.views import DeviceView
@@ -74,6 +74,14 @@ class CacheDemand:
         return weight_bytes(self.model, itemsize=self.itemsize, tensor_parallel_size=self.config.tensor_parallel_size)
 
     @property
+    def predicted_state(self) -> int:
+        """Bytes of the state of requests on each device, from shapes; measured, they are part of the weights."""
+        tp = self.config.tensor_parallel_size
+        return state_bytes(
+            self.model, rows=self.config.max_rows, max_model_len=self.max_model_len, tensor_parallel_size=tp
+        )
+
+    @property
     def predicted_activations(self) -> int:
         """Estimate of what a running program needs on one device, from shapes."""
         return activation_bytes(
@@ -93,7 +101,8 @@ def check_weights(devices: Sequence[jax.Device], demand: CacheDemand) -> None:
     for view in map(read_device, devices):
         if view.allocator is None:
             continue
-        budget = _budget(view, demand, demand.predicted_activations, weights=view.weights + demand.predicted_weights)
+        weights = view.weights + demand.predicted_weights + demand.predicted_state
+        budget = _budget(view, demand, demand.predicted_activations, weights=weights)
         if budget.headroom + budget.activations < budget.block_bytes:
             size_cache([budget])
 

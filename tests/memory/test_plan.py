@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from jaxllm import plan
+from jaxllm.engine.device_state import abstract_state
 from jaxllm.memory.cards import CARDS
-from jaxllm.memory.predict import Workload, activation_bytes, weight_bytes
+from jaxllm.memory.predict import Workload, activation_bytes, state_bytes, weight_bytes
 from jaxllm.models.config import ModelConfig
-from jaxllm.models.params import parameter_specs
+from jaxllm.models.params import parameter_specs, runtime_config
 
 SEVEN_B = {
     "model_type": "qwen3",
@@ -99,6 +100,18 @@ def test_predicted_weights_are_exact() -> None:
         for spec in parameter_specs(config, 8).values()
     )
     assert weight_bytes(config, itemsize=2, tensor_parallel_size=8) == sharded  # KV heads replicated, norms everywhere
+
+
+def test_the_state_of_requests_is_predicted_and_planned(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """As many bytes as the engine allocates on each device, whatever pads the vocabulary."""
+    for tp, config in ((8, SEVEN_B | {"vocab_size": 151_669}), (1, SEVEN_B)):
+        shapes = ModelConfig.from_hf(config)
+        allocated = abstract_state(512, 4096, runtime_config(shapes, tp).vocab_size)
+        expected = sum(array.size * array.dtype.itemsize for array in allocated)
+        assert state_bytes(shapes, rows=512, max_model_len=4096, tensor_parallel_size=tp) == expected
+    made = planned(capsys, model, "--device", "h200", "--max-num-seqs", "512", "--max-model-len", "4096")
+    assert made["predicted_state_bytes"] == expected
+    assert made["weight_bytes"] == made["predicted_weight_bytes"] + expected
 
 
 def test_activations_grow_with_what_they_depend_on() -> None:
