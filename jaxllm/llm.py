@@ -23,6 +23,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine import compilation_cache
 from jaxllm.engine.answer import Update
 from jaxllm.engine.engine import Engine, EngineStats, Running
+from jaxllm.engine.interrupts import repeated_interrupts
 from jaxllm.engine.prompts import Params, Prompt, pair_params, prompt_token_ids, split_prompts
 from jaxllm.engine.request import Request
 from jaxllm.engine.runner import Runner
@@ -151,7 +152,9 @@ class LLM:
             logits_processors=checked_processors(logits_processors),
             kv_scales=_kv_scales(source) if config.quantizes_kv else None,
         )
-        self.engine = Engine(Runner(spec, source), tokenizer, frozenset(model.eos_token_ids), config.seed)
+        with repeated_interrupts() as raise_again:
+            runner = Runner(spec, source, raise_again)
+        self.engine = Engine(runner, tokenizer, frozenset(model.eos_token_ids), config.seed)
         self._calls = 0
         self._lock = threading.Lock()
 

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -51,11 +52,17 @@ class Runner:
     kv: jax.Array
     state: DeviceState
 
-    def __init__(self, spec: RunnerSpec, source: Checkpoint | Weights):
-        """Args: what to build; a checkpoint to load, or weights that lie on the devices already."""
+    def __init__(self, spec: RunnerSpec, source: Checkpoint | Weights, after_phase: Callable[[], None] = lambda: None):
+        """Start.
+
+        Args:
+            spec: what to build.
+            source: a checkpoint to load, or weights that lie on the devices already.
+            after_phase: called when a phase is over; what it raises ends the start.
+        """
         self.spec = spec
         self.asleep = False
-        times = StartupTimes()
+        times = StartupTimes(after_phase=after_phase)
         config = spec.config
         start = time.perf_counter()
         devices = spec.placement.local_devices

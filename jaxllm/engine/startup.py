@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,12 +33,14 @@ class StartupTimes:
         lowered: programs traced and lowered, here or in other processes.
         compiled: programs compiled.
         kept: programs read from the folder of an earlier start.
+        after_phase: called at the end of each phase that does not fail.
     """
 
     phases: dict[str, float] = field(default_factory=dict)
     lowered: Work = field(default_factory=Work)
     compiled: Work = field(default_factory=Work)
     kept: Work = field(default_factory=Work)
+    after_phase: Callable[[], None] = field(default=lambda: None, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @contextmanager
@@ -49,6 +51,7 @@ class StartupTimes:
             yield
         finally:
             self._add(name, time.perf_counter() - start)
+        self.after_phase()
 
     @contextmanager
     def making_programs(self) -> Iterator[None]:
@@ -61,6 +64,7 @@ class StartupTimes:
             between = min(max(start, self.lowered.last), end)
             self._add("lower", between - start)
             self._add("compile", end - between)
+        self.after_phase()
 
     @contextmanager
     def work(self, work: Work) -> Iterator[None]:

@@ -1,7 +1,9 @@
 """One engine, several users: streams in turns, threads, interrupts, steps that fail."""
 
+import gc
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +13,8 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM, SamplingParams
-from jaxllm.engine.interrupts import deferred_interrupts
+from jaxllm.engine.interrupts import deferred_interrupts, repeated_interrupts
+from jaxllm.engine.runner import load
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
@@ -179,3 +182,31 @@ def test_a_second_interrupt_is_immediate() -> None:
         os.kill(os.getpid(), signal.SIGINT)
         raise AssertionError("not reached")
     assert reached
+
+
+def test_an_interrupt_that_a_callback_swallows_ends_a_start(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C inside a callback of the garbage collector, whose exceptions Python only prints: the start ends anyway."""
+    printed = []
+
+    def interrupted(phase: str, _info: dict[str, int]) -> None:
+        if phase == "start" and not printed:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def load_and_collect(*args: Any) -> Any:
+        gc.callbacks.append(interrupted)
+        try:
+            gc.collect()
+        finally:
+            gc.callbacks.remove(interrupted)
+        return load(*args)
+
+    monkeypatch.setattr(sys, "unraisablehook", lambda args: printed.append(args.exc_type))
+    monkeypatch.setattr("jaxllm.engine.runner.load", load_and_collect)
+    with pytest.raises(KeyboardInterrupt):
+        LLM(str(tiny()), num_kvcache_blocks=4, enforce_eager=True)
+    assert printed == [KeyboardInterrupt]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with repeated_interrupts() as raise_again:
+        raise_again()  # of none, nothing
