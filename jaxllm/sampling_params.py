@@ -11,6 +11,8 @@ from jaxllm.structured.params import StructuredOutputsParams
 
 UNLIMITED = 2**31 - 1
 """Of `max_tokens`."""
+MAX_OUTPUTS = 16_384
+"""Outputs of one request: vLLM's limit."""
 MAX_SUPPRESSED_IDS = 16
 """Token ids that one row can suppress on the device (the ids that would end it before `min_tokens`)."""
 MAX_LOGIT_BIAS = 300
@@ -26,7 +28,7 @@ class SamplingParams:
     """Sampling and stopping of one request, in vLLM's names and meaning.
 
     Attributes:
-        n: outputs to generate for the prompt, >= 1; 1 where the most likely token is taken.
+        n: outputs to generate for the prompt, 1 to 16,384; 1 where the most likely token is taken.
         presence_penalty: subtracted from the logits of tokens that the output has. In [-2, 2].
         frequency_penalty: subtracted from them once for each time. In [-2, 2].
         repetition_penalty: divides positive and multiplies negative logits of tokens that prompt or output have. > 0.
@@ -34,7 +36,8 @@ class SamplingParams:
         top_k: keep the k most likely tokens, ties with the k-th included. -1 or 0 keeps all.
         top_p: keep the smallest set of most likely tokens whose probability reaches p, ties included. In (0, 1].
         min_p: drop tokens less likely than min_p times the most likely one. In [0, 1].
-        seed: draws depend on the seed and the position in the text alone. None takes one from the engine's seed.
+        seed: draws depend on the seed and the position in the text alone. None takes one from the engine's seed, and so
+            does -1, which is kept as None.
         max_tokens: most tokens to generate, >= 1. None is as many as the engine has room for, and kept as 2^31 - 1.
         min_tokens: end-of-sequence and stop tokens cannot be chosen before so many tokens, >= 0.
         ignore_eos: the model's end-of-sequence tokens do not end the request.
@@ -91,6 +94,8 @@ class SamplingParams:
         for name in ("seed", "logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 self._set(name, integer(name, getattr(self, name)))
+        if self.seed == -1:
+            self._set("seed", None)
         for name in ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
@@ -119,7 +124,7 @@ class SamplingParams:
             ("presence_penalty", "in [-2, 2]", -2 <= self.presence_penalty <= 2),
             ("frequency_penalty", "in [-2, 2]", -2 <= self.frequency_penalty <= 2),
             ("repetition_penalty", "finite and > 0", 0 < self.repetition_penalty < math.inf),
-            ("n", ">= 1", self.n >= 1),
+            ("n", f"in [1, {MAX_OUTPUTS}]", 1 <= self.n <= MAX_OUTPUTS),
             ("max_tokens", ">= 1", self.max_tokens >= 1),
             ("min_tokens", f"in [0, max_tokens={self.max_tokens}]", 0 <= self.min_tokens <= self.max_tokens),
             ("logprobs", f"in [0, {MAX_LOGPROBS}], or None", _in_range(self.logprobs)),
@@ -192,10 +197,11 @@ class SamplingParams:
 
     def each_output(self) -> "list[SamplingParams]":
         """Parameters of the `n` outputs, each a request of its own; with a seed, the i-th takes seed + i."""
-        if self.n == 1:
-            return [self]
-        seeds = [None if self.seed is None else (self.seed + i + 2**63) % 2**64 - 2**63 for i in range(self.n)]
-        return [replace(self, n=1, seed=seed) for seed in seeds]
+        outputs = [replace(self, n=1) for _ in range(self.n)]
+        for i, output in enumerate(outputs):
+            if self.seed is not None:  # not through the constructor, where -1 is none
+                output._set("seed", (self.seed + i + 2**63) % 2**64 - 2**63)
+        return outputs
 
     @classmethod
     def names(cls) -> frozenset[str]:

@@ -25,7 +25,8 @@ OTHER_VALUES: dict[str, Any] = {
         ("temperature", -0.1), ("temperature", float("nan")), ("temperature", float("inf")),
         ("top_k", -2), ("top_p", 0), ("top_p", 1.1), ("top_p", float("nan")), ("min_p", -0.1), ("min_p", 1.5),
         ("max_tokens", 0), ("max_tokens", -1), ("min_tokens", -1), ("min_tokens", 17), ("seed", 2**63),
-        ("stop", ["a", ""]), ("stop_token_ids", [-1]), ("n", 0), ("presence_penalty", 2.1), ("presence_penalty", -2.1),
+        ("stop", ["a", ""]), ("stop_token_ids", [-1]), ("n", 0), ("n", 16_385), ("presence_penalty", 2.1),
+        ("presence_penalty", -2.1),
         ("frequency_penalty", 3.0), ("frequency_penalty", float("nan")), ("repetition_penalty", 0.0),
         ("repetition_penalty", float("inf")), ("logprobs", -1), ("logprobs", 21), ("prompt_logprobs", 21),
         ("bad_words", ["a", " "]), ("allowed_token_ids", []), ("allowed_token_ids", [-1]),
@@ -81,10 +82,10 @@ def test_unknown_fields_are_refused() -> None:
 
 def test_values_are_normalised() -> None:
     params = SamplingParams(
-        temperature=np.float32(0.5), top_k=np.int64(3), stop="END", stop_token_ids=[np.int32(4)], seed=-1
+        temperature=np.float32(0.5), top_k=np.int64(3), stop="END", stop_token_ids=[np.int32(4)], seed=-2
     )
     assert (params.temperature, params.top_k, params.stop, params.stop_token_ids) == (0.5, 3, ("END",), (4,))
-    assert hash(params) == hash(SamplingParams(temperature=0.5, top_k=3, stop=["END"], stop_token_ids=(4,), seed=-1))
+    assert hash(params) == hash(SamplingParams(temperature=0.5, top_k=3, stop=["END"], stop_token_ids=(4,), seed=-2))
 
 
 def test_every_field_is_kept_hashable_and_can_be_given_again() -> None:
@@ -103,6 +104,8 @@ def test_outputs_of_one_request_have_seeds_in_a_row() -> None:
     assert [one.seed for one in each] == [2**63 - 2, 2**63 - 1, -(2**63)]
     assert all(dataclasses.replace(one, seed=params.seed, n=3) == params for one in each)
     assert [one.seed for one in SamplingParams(n=2).each_output()] == [None, None]
+    assert [one.seed for one in SamplingParams(n=3, seed=-2).each_output()] == [-2, -1, 0]
+    assert SamplingParams(seed=-1) == SamplingParams() == SamplingParams().each_output()[0]
 
 
 @pytest.mark.parametrize(
