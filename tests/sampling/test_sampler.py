@@ -186,8 +186,9 @@ def test_greedy_takes_the_lowest_of_the_most_likely() -> None:
         assert drawn(logits, inputs(6, temperature=0, top_k=2, top_p=0.1), variant).tolist() == [7] * 6
 
 
-@pytest.mark.parametrize("vocab", [40, 20_000])
-@pytest.mark.parametrize("variant", [GREEDY, PLAIN, SMALL, ALL], ids=lambda v: v.name)
+@pytest.mark.parametrize(
+    ("variant", "vocab"), [(GREEDY, 40), (PLAIN, 20_000), (SMALL, 20_000), (ALL, 40), (ALL, 20_000)]
+)
 def test_nothing_is_chosen_where_nothing_can_be(variant: SamplerVariant, vocab: int) -> None:
     """Whatever the variant; rows beside it are as ever, and so are those whose odd logits are excluded."""
     logits = np.random.default_rng(0).normal(0, 1, (9, vocab)).astype(np.float32)
