@@ -54,7 +54,7 @@ CASES: dict[str, dict[str, Any]] = {
 _LOOPS = 20
 """Times that tokens are chosen in one call, so that launches wait for no host."""
 
-_CALLS = 10
+_CALLS = 5
 """Steps that are sent at once."""
 
 

@@ -322,6 +322,21 @@ def test_finish_with_a_stop_string():
         scheduler.finish(request("b", 5), "stop")
 
 
+def test_no_token_at_all_ends_its_request_in_an_error():
+    """What came before it in the same step stays; the others go on."""
+    scheduler = make(iterations=lambda rows: 4)
+    one, other = request("a", 5, max_tokens=9), request("b", 5, max_tokens=9)
+    scheduler.add(one)
+    scheduler.add(other)
+    finish(scheduler, scheduler.schedule(), 7, 7)
+    step = scheduler.schedule()
+    assert scheduler.complete(step, [[8, -1, 9, 9], [8, 8, 8, 8]]) == [(one, 1), (other, 4)]
+    assert (one.output_token_ids, one.finish_reason, one.block_table) == ([7, 8], "error", [])
+    assert (other.output_token_ids, other.is_finished) == ([7, 8, 8, 8, 8], False)
+    scheduler.abort("b")
+    assert scheduler.pool.num_free == scheduler.pool.num_blocks
+
+
 def test_a_step_is_completed_once_with_a_token_for_every_row():
     scheduler = make()
     one = request("a", 5)
