@@ -223,7 +223,11 @@ def _some(ids: Sequence[int]) -> bool:
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     if isinstance(value, str | int) or not hasattr(value, "__iter__"):
         raise TypeError(f"{name} must be a list of token ids, not {value!r:.80}")
-    return tuple(integer(name, token) for token in value)
+    tokens = tuple(value)
+    try:
+        return tuple(integer(name, token) for token in tokens)
+    except TypeError:
+        raise TypeError(f"{name} must be a list of token ids, whole numbers; got {tokens!r:.80}") from None
 
 
 def _biases(value: Any) -> tuple[tuple[int, float], ...]:
@@ -231,9 +235,9 @@ def _biases(value: Any) -> tuple[tuple[int, float], ...]:
         return ()
     try:
         pairs = dict(value)
+        return tuple(sorted((integer("logit_bias", token), real("logit_bias", bias)) for token, bias in pairs.items()))
     except (TypeError, ValueError):
         raise TypeError(f"logit_bias must be a dict of token ids to numbers, not {value!r:.80}") from None
-    return tuple(sorted((integer("logit_bias", token), real("logit_bias", bias)) for token, bias in pairs.items()))
 
 
 def _strings(name: str, value: Any) -> tuple[str, ...]:

@@ -19,6 +19,23 @@ _KEY_OF_MINUS_INFINITY = 0x007FFFFF
 Weigh = Callable[..., Float[Array, "rows vocab"]]
 
 
+def first_largest(values: Float[Array, "rows vocab"]) -> tuple[Float[Array, "rows"], Int[Array, "rows"]]:
+    """The largest value of each row, and the first place where it stands; NaN, wherever it is, where there is one.
+
+    One pass, that of `jnp.argmax`, which finds both and keeps one.
+    """
+
+    def larger(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:
+        (value, place), (best, where) = one, other
+        is_best = (value > best) | (value != value)
+        is_first = is_best | ((value == best) & (place < where))
+        return jnp.where(is_best, value, best), jnp.where(is_first, place, where)
+
+    places = lax.broadcasted_iota(jnp.int32, values.shape, 1)
+    value, place = lax.reduce((values, places), (jnp.asarray(-jnp.inf, values.dtype), jnp.int32(0)), larger, (1,))
+    return value, place
+
+
 def largest(
     values: Float[Array, "rows vocab"], count: int
 ) -> tuple[Float[Array, "rows found"], Int[Array, "rows found"]]:

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxllm.sampling import edits
 from jaxllm.sampling.filters import smallest_kept
 from jaxllm.sampling.inputs import SamplingInputs
+from jaxllm.sampling.largest import first_largest
 from jaxllm.sampling.noise import gumbel, row_keys
 from jaxllm.sampling.variant import Filters, SamplerVariant
 from kernels_pallas.sample import NOTHING, sample_tokens
@@ -93,10 +94,9 @@ def sample(
 
 
 def _most_likely(logits: Float[Array, "rows vocab"]) -> Int[Array, "rows"]:
-    """The first of the largest of each row; `NOTHING` where it is no finite number. NaN counts as the largest."""
-    tokens = jnp.argmax(logits, axis=-1)
-    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
-    return jnp.where(jnp.isfinite(chosen), tokens, NOTHING).astype(jnp.int32)
+    """The first of the largest of each row; `NOTHING` where that is no finite number."""
+    chosen, tokens = first_largest(logits)
+    return jnp.where(jnp.isfinite(chosen), tokens, NOTHING)
 
 
 def adjust_logits(
