@@ -16,7 +16,7 @@ from jaxllm.memory.budget import (
     outside_margin,
     size_cache,
 )
-from jaxllm.memory.device import read_device
+from jaxllm.memory.device import read_settled
 from jaxllm.memory.notes import notes_on
 from jaxllm.memory.predict import Workload, activation_bytes, state_bytes, weight_bytes
 from jaxllm.memory.report import MemoryReport, ProgramReport
@@ -98,7 +98,7 @@ def check_weights(devices: Sequence[jax.Device], demand: CacheDemand) -> None:
     Raises:
         BudgetError: with the whole budget, activations predicted.
     """
-    for view in map(read_device, devices):
+    for view in map(read_settled, devices):
         if view.allocator is None:
             continue
         weights = view.weights + demand.predicted_weights + demand.predicted_state
@@ -124,7 +124,7 @@ def size_kv_cache(
     start = time.perf_counter()
     on_host = devices[0].memory_stats() is None
     programs = () if on_host else measure()
-    views = [read_device(device) for device in devices]
+    views = [read_settled(device) for device in devices]
     report = report_of(devices[0].platform, views, demand, programs, spare=SPARE_SHARE)
     return replace(report, measure_seconds=time.perf_counter() - start)
 
@@ -137,7 +137,7 @@ def blocks_that_fit(devices: Sequence[jax.Device], demand: CacheDemand, report: 
     """
     if report.platform == "cpu":
         return report.num_kvcache_blocks
-    views = [read_device(device) for device in devices]
+    views = [read_settled(device) for device in devices]
     return report_of(report.platform, views, demand, report.programs).num_kvcache_blocks
 
 

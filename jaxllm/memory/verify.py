@@ -7,7 +7,7 @@ from dataclasses import replace
 import jax
 
 from jaxllm.memory.budget import Cap, DeviceBudget, check_model_len, size_cache
-from jaxllm.memory.device import read_device
+from jaxllm.memory.device import read_settled
 from jaxllm.memory.report import MemoryReport, ProgramReport
 from jaxllm.memory.sizing import CacheDemand, reserve_bytes
 from jaxllm.memory.units import format_bytes
@@ -55,7 +55,7 @@ def verified(report: MemoryReport, demand: CacheDemand, serving: Mapping[str, in
 
 def settle(report: MemoryReport, devices: Sequence[jax.Device]) -> MemoryReport:
     """Check, once every program has run, the memory outside the pool against what was set aside for it."""
-    return report if report.platform == "cpu" else settled(report, [read_device(device) for device in devices])
+    return report if report.platform == "cpu" else settled(report, [read_settled(device) for device in devices])
 
 
 def settled(report: MemoryReport, views: Sequence[DeviceView]) -> MemoryReport:

@@ -47,6 +47,11 @@ class DriverView:
         """Bytes of the other processes."""
         return sum(process.bytes for process in self.neighbours)
 
+    @property
+    def unlisted(self) -> int | None:
+        """Bytes taken that the driver attributes to no process; None where it does not tell processes apart."""
+        return None if self.own is None else max(0, self.used - self.own - self.foreign)
+
 
 @dataclass(frozen=True, kw_only=True)
 class AllocatorView:

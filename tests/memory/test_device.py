@@ -105,6 +105,26 @@ def test_reading_is_repeated_while_processes_come_and_go(install) -> None:
     assert device.gpu_view(0).neighbours == ()
 
 
+def test_processes_that_begin_or_end_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that nobody is listed with is a neighbour's that just ended, unless it stays."""
+    allocator = AllocatorView(in_use=GIB, peak=GIB, limit=40 * GIB, pool=40 * GIB)
+
+    def reading(unlisted: int) -> DeviceView:
+        own = 40 * GIB + 600 * MIB
+        driver = DriverView(source="NVML", total=99 * GIB, free=99 * GIB - own - unlisted, own=own)
+        assert driver.unlisted == unlisted
+        return DeviceView(name="card", driver=driver, allocator=allocator)
+
+    readings = [reading(8 * GIB), reading(8 * GIB), reading(20 * MIB), reading(0)]
+    monkeypatch.setattr(device, "read_device", lambda _: readings.pop(0))
+    monkeypatch.setattr(device.time, "sleep", lambda _: None)
+    assert device.read_settled(None).non_framework == 620 * MIB and len(readings) == 1
+
+    monkeypatch.setattr(device, "_PATIENCE", 0.01)
+    monkeypatch.setattr(device, "read_device", lambda _: reading(2 * GIB))
+    assert device.read_settled(None).non_framework == 600 * MIB + 2 * GIB
+
+
 def test_container_that_hides_processes(install) -> None:
     install(FakeNvml([{1234567: 50 * GIB}]), fake_cuda())
     view = device.gpu_view(0)

@@ -249,7 +249,7 @@ def test_program_that_copies_the_cache_is_refused() -> None:
 
 
 def test_weights_that_cannot_fit_are_refused_before_they_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sizing, "read_device", lambda device: gpu(0.9, weights=0, total=8 * GIB))
+    monkeypatch.setattr(sizing, "read_settled", lambda device: gpu(0.9, weights=0, total=8 * GIB))
     large = dataclasses.replace(MODEL, hidden_size=8192, intermediate_size=32768, num_hidden_layers=16)
     wanted = dataclasses.replace(demand(), model=large)
     with pytest.raises(BudgetError, match="weights") as caught:
