@@ -24,6 +24,7 @@ from jaxllm.engine.step import Step
 from jaxllm.engine.step_program import StepResults
 from jaxllm.engine.step_shape import PackedLayout
 from jaxllm.engine.warm_up import WARM_UP_BLOCKS, largest, measure
+from jaxllm.memory.budget import BudgetError
 from jaxllm.memory.report import MemoryReport
 from jaxllm.memory.sizing import CacheDemand, blocks_that_fit, check_weights, size_kv_cache
 from jaxllm.memory.units import format_bytes
@@ -120,7 +121,7 @@ class Runner:
             spec.max_model_len,
             partial(partial, maker.make),
         )
-        return _agreed(size_kv_cache(devices, demand, warm_up))
+        return _agreed(partial(size_kv_cache, devices, demand, warm_up))
 
     def _compile(self, maker: ProgramMaker, demand: CacheDemand) -> Programs:
         """Programs for the cache of the decided size; for a smaller one where they need more than was reserved."""
@@ -130,7 +131,7 @@ class Runner:
                 maker.prepare(programs, self.num_blocks, self.shapes.all())
             blocks = self.num_blocks
             compiled = {program.shape.name: program.compiled for program in programs}
-            self.memory_report = _agreed(verify(self.memory_report, demand, compiled))
+            self.memory_report = _agreed(partial(verify, self.memory_report, demand, compiled))
             if self.num_blocks == blocks:
                 return programs
 
@@ -225,6 +226,22 @@ def load(spec: RunnerSpec, checkpoint: Checkpoint) -> Weights:
     return Weights.of(spec.run_time, spec.dtype, parameters, owned=specs)
 
 
-def _agreed(report: MemoryReport) -> MemoryReport:
-    """The report with the smallest cache that any process has room for: all must have the same."""
-    return replace(report, num_kvcache_blocks=distributed.smallest(report.num_kvcache_blocks))
+def _agreed(decide: Callable[[], MemoryReport]) -> MemoryReport:
+    """What is decided here, with the smallest cache that any process has room for: all must have the same.
+
+    Raises:
+        BudgetError: if another process cannot go on; none may wait for it.
+    """
+    try:
+        report = decide()
+    except (ValueError, RuntimeError):
+        distributed.smallest(0)
+        raise
+    blocks = distributed.smallest(report.num_kvcache_blocks)
+    if blocks == report.num_kvcache_blocks:
+        return report
+    if not blocks:
+        raise BudgetError("another process of this job could not size or check its KV cache; its own error says why")
+    note = f"{report.num_kvcache_blocks} blocks of the KV cache fit here, another process has room for {blocks}"
+    logger.warning("%s", note)
+    return replace(report, num_kvcache_blocks=blocks, bound_by="another process", notes=(*report.notes, note))

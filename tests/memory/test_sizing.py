@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxllm.config import EngineConfig
+from jaxllm.engine import runner
 from jaxllm.memory import sizing, verify
 from jaxllm.memory.budget import BudgetError, outside_margin
 from jaxllm.memory.pool import pool_fraction
@@ -256,3 +257,32 @@ def test_weights_that_cannot_fit_are_refused_before_they_are_loaded(monkeypatch:
         sizing.check_weights([None], wanted)
     assert "The card is too small" in str(caught.value)
     sizing.check_weights([None], demand())
+
+
+def test_processes_agree_on_the_smallest_cache(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two hosts whose cards have unequal room: both take what the smaller one has, and the other says so."""
+    roomy, narrow = sized(gpu(), demand()), sized(gpu(weights=40 * GIB), demand())
+    told: list[int] = []
+
+    def smallest(value: int) -> int:
+        told.append(value)
+        return min(value, narrow.num_kvcache_blocks)
+
+    monkeypatch.setattr(runner.distributed, "smallest", smallest)
+    agreed = runner._agreed(lambda: roomy)
+    assert (agreed.num_kvcache_blocks, agreed.bound_by) == (narrow.num_kvcache_blocks, "another process")
+    assert agreed.notes[-1] in caplog.text and str(roomy.num_kvcache_blocks) in agreed.notes[-1]
+    assert runner._agreed(lambda: narrow) is narrow
+    assert told == [roomy.num_kvcache_blocks, narrow.num_kvcache_blocks]
+
+
+def test_a_process_without_room_stops_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+    monkeypatch.setattr(runner.distributed, "smallest", lambda value: told.append(value) or 0)
+    with pytest.raises(BudgetError, match="weights"):
+        runner._agreed(lambda: sized(gpu(0.01, weights=GIB), demand(gpu_memory_utilization=0.01)))
+    assert told == [0]  # the others wait for it
+    with pytest.raises(BudgetError, match="another process of this job"):
+        runner._agreed(lambda: sized(gpu(), demand()))
