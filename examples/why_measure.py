@@ -19,8 +19,9 @@ import jax
 from jaxllm.bench.memory_tasks import survives_load
 from jaxllm.bench.random_model import SHAPES, random_runner_spec
 from jaxllm.engine.compile_step import compile_step
+from jaxllm.engine.programs import Programs
 from jaxllm.engine.runner import Runner
-from jaxllm.engine.warm_up import measure
+from jaxllm.engine.warm_up import WARM_UP_BLOCKS, measure
 from jaxllm.memory.units import format_bytes
 
 
@@ -39,9 +40,9 @@ def measure_all(options: dict[str, Any]) -> dict[str, Any]:
     runner.kv.delete()
     report, spec, shapes = runner.memory_report, runner.spec, runner.shapes
     small = [shapes.mixed[0], shapes.decode[0]]  # a short prompt; one row that decodes
-    compile_for = partial(partial, compile_step, spec, runner.weights, runner.layout)
+    programs = Programs(partial(compile_step, spec, runner.weights, runner.layout, WARM_UP_BLOCKS))
     wrong = measure(
-        runner.weights.leaves, runner.layout, spec.placement, spec.state, small, spec.max_model_len, compile_for
+        runner.weights.leaves, runner.layout, spec.placement, spec.state, programs, small, spec.max_model_len
     )
     by_name = {program.name: program.transient for program in wrong}
     naive = max(program.naive or 0 for program in report.programs)

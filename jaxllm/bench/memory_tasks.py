@@ -17,7 +17,7 @@ from jaxllm.engine.compile_step import compile_step
 from jaxllm.engine.engine import Engine
 from jaxllm.engine.programs import Programs
 from jaxllm.engine.runner import Runner
-from jaxllm.engine.warm_up import largest, measure, worst_step
+from jaxllm.engine.warm_up import WARM_UP_BLOCKS, largest, measure, worst_step
 from jaxllm.memory.device import read_device
 from jaxllm.memory.predict import Workload, activation_bytes
 from jaxllm.memory.views import DeviceView
@@ -42,8 +42,9 @@ def transients(shape: str, utilization: float, settings: list[dict[str, Any]]) -
         config = spec.config
         layout = spec.layout
         shapes = largest(spec.shapes)
-        compile_for = partial(partial, compile_step, spec, weights, layout)
-        programs = measure(weights.leaves, layout, spec.placement, spec.state, shapes, spec.max_model_len, compile_for)
+        made = Programs(partial(compile_step, spec, weights, layout, WARM_UP_BLOCKS))
+        made.prepare(shapes, workers=len(shapes))
+        programs = measure(weights.leaves, layout, spec.placement, spec.state, made, shapes, spec.max_model_len)
         workload = Workload(config.max_num_batched_tokens, config.max_num_seqs)
         rows.append(
             {

@@ -26,7 +26,7 @@ from jaxllm.engine.step_shape import PackedLayout
 from jaxllm.engine.warm_up import WARM_UP_BLOCKS, largest, measure
 from jaxllm.memory.budget import BudgetError
 from jaxllm.memory.report import MemoryReport
-from jaxllm.memory.sizing import CacheDemand, blocks_that_fit, check_weights, size_kv_cache
+from jaxllm.memory.sizing import CacheDemand, blocks_that_fit, can_measure, check_weights, size_kv_cache
 from jaxllm.memory.units import format_bytes
 from jaxllm.memory.verify import settle, verify
 from jaxllm.models.params import parameter_specs
@@ -89,8 +89,7 @@ class Runner:
                 self.weights = source if isinstance(source, Weights) else load(spec, source)
                 self.state = allocate_state(spec.state, spec.placement)  # counted with the weights
                 self.updates = StateUpdates(spec.state, spec.placement)
-            with times.phase("measure"):
-                self.memory_report = self._size(maker, demand, devices)
+            self.memory_report = self._size(maker, demand, devices, times)
             self.programs = self._compile(maker, demand)
         with times.phase("allocate"):
             self._allocate()
@@ -108,20 +107,30 @@ class Runner:
         """Blocks of the KV cache."""
         return self.memory_report.num_kvcache_blocks
 
-    def _size(self, maker: ProgramMaker, demand: CacheDemand, devices: list[jax.Device]) -> MemoryReport:
+    def _size(
+        self, maker: ProgramMaker, demand: CacheDemand, devices: list[jax.Device], times: StartupTimes
+    ) -> MemoryReport:
         """How many blocks: measured with the largest programs, on a small cache that is gone afterwards."""
-        spec = self.spec
+        spec, shapes = self.spec, largest(self.shapes)
+        programs = Programs(partial(maker.make, WARM_UP_BLOCKS), maker.give_up)
+        start = time.perf_counter()
+        with times.phase("measured programs"):
+            if can_measure(devices):
+                programs.prepare(shapes, workers=len(shapes))
+        waited = time.perf_counter() - start
         warm_up = partial(
             measure,
             self.weights.leaves,
             self.layout,
             spec.placement,
             spec.state,
-            largest(self.shapes),
+            programs,
+            shapes,
             spec.max_model_len,
-            partial(partial, maker.make),
         )
-        return _agreed(partial(size_kv_cache, devices, demand, warm_up))
+        with times.phase("measure"):
+            report = _agreed(partial(size_kv_cache, devices, demand, warm_up))
+        return replace(report, measured_programs_seconds=waited)
 
     def _compile(self, maker: ProgramMaker, demand: CacheDemand) -> Programs:
         """Programs for the cache of the decided size; for a smaller one where they need more than was reserved."""

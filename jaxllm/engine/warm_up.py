@@ -1,6 +1,5 @@
 """The largest programs, run on made-up steps before the KV cache has its size."""
 
-import os
 from collections.abc import Callable, Sequence
 
 import jax
@@ -22,19 +21,17 @@ from jaxllm.sampling_params import SamplingParams
 WARM_UP_BLOCKS = 8
 """Blocks of the cache that programs are measured with. What they need does not depend on it; `verify` checks that."""
 
-CompileFor = Callable[[int], Callable[[StepShape], jax.stages.Compiled]]
-
 
 def measure(
     weights: tuple[jax.Array, ...],
     layout: KVLayout,
     placement: Placement,
     state: DeviceState,
+    programs: Programs,
     shapes: Sequence[StepShape],
     max_model_len: int,
-    compile_for: CompileFor,
 ) -> tuple[ProgramReport, ...]:
-    """What the programs of `shapes` need while they run, on steps that fill them.
+    """What programs need while they run, on steps that fill them.
 
     Each ends in the sampler, all of whose modes share one executable, so its largest mode is in the measurement.
 
@@ -43,12 +40,10 @@ def measure(
         layout: of the KV cache.
         placement: where it all lies.
         state: shapes of the state on the device.
-        shapes: to measure; `largest` names those that could need the most.
+        programs: made for a cache of `WARM_UP_BLOCKS`.
+        shapes: of them, to measure; `largest` names those that could need the most.
         max_model_len: most tokens of a row.
-        compile_for: given a number of KV blocks, a function that compiles a shape.
     """
-    programs = Programs(compile_for(WARM_UP_BLOCKS))
-    programs.prepare(list(shapes), workers=min(len(shapes), os.cpu_count() or 1))
     cache = _Cache(layout, placement, state)
     runs = {shape.name: cache.run(weights, programs[shape], max_model_len) for shape in shapes}
     reports = measure_programs(

@@ -64,7 +64,8 @@ class MemoryReport:
         predicted_weights: from the model's shapes.
         predicted_activations: estimate from the model's shapes.
         outside_pool: bytes of this process outside the pool once all programs were loaded; None where unknown.
-        measure_seconds: time that sizing took.
+        measured_programs_seconds: time spent waiting, weights being loaded, for the programs that are measured.
+        measure_seconds: time that measuring and sizing took then.
         startup_seconds: time from loading to ready.
         notes: what a user should know: caps that bind, disagreements, a cache that was shrunk.
     """
@@ -83,6 +84,7 @@ class MemoryReport:
     predicted_weights: int | None = None
     predicted_activations: int | None = None
     outside_pool: int | None = None
+    measured_programs_seconds: float = 0.0
     measure_seconds: float = 0.0
     startup_seconds: float | None = None
     notes: tuple[str, ...] = ()
@@ -151,7 +153,10 @@ class MemoryReport:
                 f"activations {format_bytes(self.predicted_activations)}"
             )
         if self.startup_seconds is not None:
-            parts.append(f"sizing took {self.measure_seconds:.1f} s of {self.startup_seconds:.1f} s of start-up")
+            parts.append(
+                f"measuring took {self.measure_seconds:.1f} s, waiting for its programs "
+                f"{self.measured_programs_seconds:.1f} s, of {self.startup_seconds:.1f} s of start-up"
+            )
         return "\n".join([*parts, *(f"note: {note}" for note in self.notes)])
 
     def save(self, path: Path) -> None:

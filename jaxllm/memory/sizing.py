@@ -107,6 +107,11 @@ def check_weights(devices: Sequence[jax.Device], demand: CacheDemand) -> None:
             size_cache([budget])
 
 
+def can_measure(devices: Sequence[jax.Device]) -> bool:
+    """Whether there is an allocator that tells of its memory; there is none on a CPU."""
+    return devices[0].memory_stats() is not None
+
+
 def size_kv_cache(
     devices: Sequence[jax.Device], demand: CacheDemand, measure: Callable[[], tuple[ProgramReport, ...]]
 ) -> MemoryReport:
@@ -122,8 +127,7 @@ def size_kv_cache(
             leave too little; the message shows the budget and says what to change.
     """
     start = time.perf_counter()
-    on_host = devices[0].memory_stats() is None
-    programs = () if on_host else measure()
+    programs = measure() if can_measure(devices) else ()
     views = [read_settled(device) for device in devices]
     report = report_of(devices[0].platform, views, demand, programs, spare=SPARE_SHARE)
     return replace(report, measure_seconds=time.perf_counter() - start)

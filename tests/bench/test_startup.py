@@ -6,7 +6,7 @@ import pytest
 
 from jaxllm.bench.__main__ import main
 
-PHASES = ["import", "backend", "weights", "measure", "allocate", "rehearse", "rest"]
+PHASES = ["import", "backend", "weights", "measured programs", "measure", "allocate", "rehearse", "rest"]
 
 
 def test_a_cold_and_a_warm_start(capsys: pytest.CaptureFixture[str]) -> None:
