@@ -52,41 +52,55 @@ def measure_programs(
     Raises:
         RuntimeError: where an allocator keeps no statistics (CPU).
     """
-    return tuple(
-        sorted(
-            (_measure(devices, name, static_transient(compiled), runs[name]) for name, compiled in programs.items()),
-            key=lambda report: report.transient,
-        )
+    naive = {name: _naive(devices, name, runs[name]) for name in programs}
+    reports = (
+        _measure(devices, name, static_transient(compiled), naive[name], runs[name])
+        for name, compiled in programs.items()
     )
+    return tuple(sorted(reports, key=lambda report: report.transient))
 
 
-def _measure(devices: Sequence[jax.Device], name: str, static: int, run: Callable[[], None]) -> ProgramReport:
-    before: list[AllocatorView] = []
-    measured: int | None = None
+def _naive(devices: Sequence[jax.Device], name: str, run: Callable[[], None]) -> int | None:
+    """Run a program for the first time; what `peak - in use` says then, before a ballast adds to the peak."""
     try:
         run()
-        before = [_stats(device) for device in devices]
-        measured = _over_ballast(devices, before, run)
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        # Too little is free, beside the weights or beside a ballast as high as compiling has driven the peak: what the
-        # compiler says has to do, and the budget will tell.
-        state = [_stats(device) for device in devices]
-        reason = str(error).splitlines()[0]
-        logger.warning("%s was not measured; the compiler says %d bytes. %s (%s)", name, static, reason, state)
-    naive = max((stats.peak - stats.in_use for stats in before), default=None)
+        _explain(devices, name, error)
+        return None
+    return max(stats.peak - stats.in_use for stats in map(_stats, devices))
+
+
+def _measure(
+    devices: Sequence[jax.Device], name: str, static: int, naive: int | None, run: Callable[[], None]
+) -> ProgramReport:
+    measured: int | None = None
+    if naive is not None:
+        try:
+            measured = _over_ballast(devices, run)
+        except jax.errors.JaxRuntimeError as error:
+            _explain(devices, name, error)
     report = ProgramReport(name=name, static=static, measured=measured, naive=naive)
     if report.disagreement > TOLERANCE:
         logger.warning("%s: the compiler says %d bytes, the measurement %s; the larger counts", name, static, measured)
     return report
 
 
-def _over_ballast(devices: Sequence[jax.Device], before: Sequence[AllocatorView], run: Callable[[], None]) -> int:
+def _explain(devices: Sequence[jax.Device], name: str, error: jax.errors.JaxRuntimeError) -> None:
+    """Say that a program was not measured, too little being free beside the weights or the ballast.
+
+    What the compiler says has to do then, and the budget will tell. Raises `error` if it is another.
+    """
+    if "RESOURCE_EXHAUSTED" not in str(error):
+        raise error
+    state = [_stats(device) for device in devices]
+    logger.warning("%s was not measured; the compiler's figure counts. %s (%s)", name, str(error).splitlines()[0], state)
+
+
+def _over_ballast(devices: Sequence[jax.Device], run: Callable[[], None]) -> int:
     ballast: list[jax.Array] = []
     try:
-        for device, stats in zip(devices, before, strict=True):
-            ballast += _fill(device, stats)
+        for device in devices:
+            ballast += _fill(device, _stats(device))
         filled = [_stats(device) for device in devices]
         run()
         after = [_stats(device) for device in devices]
