@@ -35,6 +35,11 @@ class Child:
             env=os.environ | dict(environment or {}),
         )
 
+    @property
+    def pid(self) -> int:
+        """Id of the process."""
+        return self._process.pid
+
     def tell(self, line: str) -> None:
         """Write a line to its standard input."""
         assert self._process.stdin is not None

@@ -71,15 +71,7 @@ class Runner:
         self.attention = spec.attention  # refuses, if it must, before anything is loaded
         self.shapes = spec.shapes
         self.seats = Seats(config.max_rows, self.shapes.blocks_per_row, self.shapes.samplers)
-        self._demand = demand = CacheDemand(
-            config=config,
-            model=spec.model,
-            itemsize=spec.dtype.itemsize,
-            kv_dtype=config.kv_dtype_name(spec.dtype.name),
-            block_bytes=self.layout.block_bytes,
-            max_model_len=spec.max_model_len,
-            step_buffer_bytes=_STEPS_IN_FLIGHT * max(PackedLayout(shape).nbytes for shape in self.shapes.all()),
-        )
+        self._demand = demand = cache_demand(spec)
         if not isinstance(source, Weights):
             check_weights(devices, demand)
         abstract = source.abstract() if isinstance(source, Weights) else abstract_weights(spec)
@@ -226,6 +218,19 @@ class Runner:
             )
         self._allocate()
         self.asleep = False
+
+
+def cache_demand(spec: RunnerSpec) -> CacheDemand:
+    """What an engine wants of the cache."""
+    return CacheDemand(
+        config=spec.config,
+        model=spec.model,
+        itemsize=spec.dtype.itemsize,
+        kv_dtype=spec.config.kv_dtype_name(spec.dtype.name),
+        block_bytes=spec.layout.block_bytes,
+        max_model_len=spec.max_model_len,
+        step_buffer_bytes=_STEPS_IN_FLIGHT * max(PackedLayout(shape).nbytes for shape in spec.shapes.all()),
+    )
 
 
 def load(spec: RunnerSpec, checkpoint: Checkpoint) -> Weights:

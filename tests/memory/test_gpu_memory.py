@@ -1,16 +1,16 @@
-"""On a GPU: what was measured holds. Each engine has its own process; `jaxllm.bench.memory` makes the full table."""
+"""On a GPU: what was measured holds. `python -m jaxllm.bench memory` makes the whole table, judged the same way."""
 
-import time
 from typing import Any
 
 import pytest
 
-from jaxllm.bench.memory import result, start
+from jaxllm.bench import memory_cases
+from jaxllm.bench.card_jobs import Job
+from jaxllm.bench.memory_tables import Verdict, verdicts
 from jaxllm.memory.device import gpu_view
-from jaxllm.memory.units import GIB
 
 pytestmark = pytest.mark.gpu
-SMALL = {"shape": "wide-kv", "requests": 20, "longest": 2000, "enforce_eager": True}
+EAGER = {"shape": memory_cases.SHAPE, "enforce_eager": True}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -20,57 +20,57 @@ def card() -> None:
         pytest.skip(f"{view.used} bytes of the card are taken: run these tests alone, as pytest -m gpu tests/memory")
 
 
-def done(answer: dict[str, Any]) -> dict[str, Any]:
-    assert "error" not in answer, answer["error"]
-    return answer
+def done(name: str, **job: Any) -> dict[str, Any]:
+    """The result of a job of the benchmark, or of another that is given."""
+    known = {job.name: job for job in memory_cases.jobs()}
+    made = Job(name, 100, 400, **job) if job else known[name]
+    result = made.run(made.prepare(), 400)
+    assert "error" not in result, result["error"]
+    return result
+
+
+def judged(claim: str, **results: Any) -> None:
+    """The verdict that begins so holds."""
+    found: list[Verdict] = [verdict for verdict in verdicts(results) if verdict.claim.startswith(claim)]
+    assert [verdict.holds for verdict in found] == [True], found
 
 
 def test_measured_and_static_agree_and_the_prediction_is_near() -> None:
-    settings = [{}, {"max_num_batched_tokens": 2048, "max_num_seqs": 64, "kvcache_block_size": 256}]
-    answer = done(result(start("transients", shape="qwen3-0.6b", utilization=0.3, settings=settings)))
-    for row in answer["rows"]:
-        for program in row["programs"]:
-            assert program["measured"] == pytest.approx(program["static"], rel=0.01)
-            assert program["naive"] >= program["measured"]
-        most = max(program["measured"] for program in row["programs"])
-        assert row["predicted"] == pytest.approx(most, rel=0.3)
+    answer = done("0.6b 2048/64/16")
+    assert len(answer["programs"]) == 4
+    for program in answer["programs"]:
+        assert program["measured"] == pytest.approx(program["static"], rel=0.01)
+        assert program["naive"] >= program["measured"]
+    most = max(program["measured"] for program in answer["programs"])
+    assert answer["predicted"] == pytest.approx(most, rel=0.3)
 
 
 @pytest.mark.parametrize("utilization", [0.5, 0.95])
 def test_inside_the_budget_and_flat(utilization: float) -> None:
-    """The first call is a row for every slot of the sampler, with every filter."""
-    answer = done(result(start("life", gpu_memory_utilization=utilization, **SMALL)))
-    assert answer["used_most"] <= answer["limit"]
-    assert answer["kv_bytes_match"]
+    """The first call is a row for every seat, with top_p and 20 log probabilities."""
+    load = {"requests": 30, "prompts": (1, 2000), "max_num_seqs": 512}
+    answer = done("life", task="life", arguments=EAGER | load | {"gpu_memory_utilization": utilization})
+    assert max(answer["used_most"], answer["card_ready"], answer["card_after"]) <= answer["limit"]
+    assert answer["kv_bytes_match"] and answer["finished"] == answer["asked"] >= 30
     assert answer["in_use_spread"] < 1 << 20
-    assert answer["allocator_peak_below_report"] >= 0
+    assert answer["peak_below_report"] >= 0
 
 
 def test_engine_takes_nearly_all_that_survives() -> None:
-    answer = done(result(start("truth", shape="wide-kv", utilization=0.3)))
-    assert 0.98 * answer["largest"] <= answer["engine"] <= answer["largest"]
+    judged("at least 98 %", truth=done("truth"))
 
 
 def test_two_engines_together_and_in_turn() -> None:
-    together = [start("life", gpu_memory_utilization=share, **SMALL) for share in (0.35, 0.20)]
-    both = [done(result(process))["blocks"] for process in together]
-    turns = [done(result(start("life", gpu_memory_utilization=s, **SMALL)))["blocks"] for s in (0.35, 0.20)]
-    assert both == turns
+    judged("engines at .35 and .20", together=done("together"))
 
 
 def test_neighbour_that_leaves_too_little_is_named() -> None:
-    size = int(gpu_view(0).total * 0.3)
-    neighbour = start("hold", size=size, seconds=60)
-    try:
-        time.sleep(4)
-        answer = result(start("life", gpu_memory_utilization=0.9, **SMALL))
-    finally:
-        neighbour.kill()
-        neighbour.wait()
-    assert f"process {neighbour.pid}" in answer["error"]
-    assert f"{size / GIB:.0f}" in answer["error"]
+    judged("a neighbour that leaves too little", crowded=memory_cases.crowded(200))
+
+
+def test_one_file_and_shards() -> None:
+    judged("one safetensors file", files=done("files"))
 
 
 def test_jax_started_before_the_engine() -> None:
-    answer = done(result(start("life", gpu_memory_utilization=0.9, jax_first=True, **SMALL)))
-    assert "XLA_CLIENT_MEM_FRACTION" in answer["notes"][0]
+    judged("JAX's pool taken before", late=done("late"))

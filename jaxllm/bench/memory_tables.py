@@ -1,0 +1,249 @@
+"""The tables of `jaxllm.bench memory`, and what of the claims about the KV cache's size they show to hold."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxllm.bench import memory_cases as cases
+from jaxllm.memory.warmup import TOLERANCE
+
+Result = Mapping[str, Any]
+LIVES = (*cases.BUDGETS, *cases.SOAKS)
+_MB, _GB = 1e6, 1e9
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a claim holds; None where it was not measured.
+
+    Attributes:
+        claim: what is claimed.
+        holds: whether it does.
+        why: the figures.
+    """
+
+    claim: str
+    holds: bool | None
+    why: str
+
+    def __str__(self) -> str:
+        word = {True: "holds", False: "FAILS", None: "not measured"}[self.holds]
+        return f"- {self.claim}: **{word}** ({self.why})"
+
+
+def tables(results: Result) -> list[str]:
+    """Markdown: the claims, then the figures, then what failed."""
+    machine = results["machine"]
+    lines = [
+        f"{machine['total']:,} bytes for programs ({machine['source']}), jaxllm {machine['jaxllm']}, jax "
+        f"{machine['jax']}, {machine['cores']} cores, {machine['date']}; {machine.get('seconds', '?')} s",
+        "",
+        *map(str, verdicts(results)),
+    ]
+    for table in (_transients, _lives, _starts, _others):
+        lines += ["", *table(results)]
+    errors = [f"- {name}: {_brief(result)}" for name, result in _parts(results) if "error" in result]
+    return [*lines, *(["", "Ended early, or with an error:", *errors] if errors else [])]
+
+
+def complete(results: Result) -> bool:
+    """Whether every claim was measured and holds."""
+    return all(verdict.holds for verdict in verdicts(results))
+
+
+def verdicts(results: Result) -> list[Verdict]:
+    """The claims of docs/memory.md."""
+    return [
+        _agreement(results),
+        _truth(results),
+        *_inside(results),
+        *_soaks(results),
+        *_beside(results),
+        _cost(results),
+    ]
+
+
+def _parts(results: Result) -> list[tuple[str, Any]]:
+    return [(name, result) for name, result in results.items() if name != "machine"]
+
+
+def _of(results: Result, name: str) -> dict[str, Any]:
+    """A result, empty where it is missing; one that failed has what was known of it."""
+    return dict(results.get(name, {}))
+
+
+def _brief(result: Result) -> str:
+    """How it failed: what ended it, and the last that it said."""
+    lines = str(result.get("error", "missing")).splitlines()
+    return lines[0][:200] if len(lines) == 1 else f"{lines[0][:200]} ... {lines[-1][:200]}"
+
+
+def _programs(results: Result) -> Iterator[tuple[str, dict[str, Any]]]:
+    for name, result in _parts(results):
+        if name in (*cases.TRANSIENTS, *LIVES):
+            yield from ((name, program) for program in result.get("programs", []) if program["measured"] is not None)
+
+
+def _agreement(results: Result) -> Verdict:
+    apart = [
+        (abs(p["static"] - p["measured"]) / max(p["static"], p["measured"]), name) for name, p in _programs(results)
+    ]
+    settings = len({name for _, name in apart} - {"soak .95 again"})
+    claim = f"measured and compiler within {TOLERANCE:.0%} in at least eight settings"
+    if not apart:
+        return Verdict(claim, None, "no program")
+    most, where = max(apart)
+    holds = most <= TOLERANCE and settings >= 8
+    return Verdict(claim, holds, f"{len(apart)} programs of {settings} settings, at most {most:.4%} apart ({where})")
+
+
+def _truth(results: Result) -> Verdict:
+    claim, found = "at least 98 % of the largest cache that survives, and not above it", _of(results, "truth")
+    if not found.get("largest"):
+        survived = None if "engine" not in found else False
+        return Verdict(claim, survived, f"engine {found.get('engine')}, largest {found.get('largest')}")
+    mine, largest, fatal = found["engine"], found["largest"], found["fatal"]
+    bound = largest if fatal is None else fatal - 1
+    holds = mine <= largest and fatal is not None and mine >= 0.98 * bound
+    return Verdict(claim, holds, f"engine {mine}, {largest} survive, {fatal} do not: at least {mine / bound:.2%}")
+
+
+def _inside(results: Result) -> Iterator[Verdict]:
+    for name in (*cases.BUDGETS, cases.SOAKS[0]):
+        life = _of(results, name)
+        claim = f"inside the budget at {life.get('utilization', name)}, idle, ready and under load"
+        if "used_after" not in life:
+            yield Verdict(claim, None, _brief(life))
+            continue
+        most = max(life[key] for key in ("used_idle", "card_ready", "used_most", "card_after"))
+        served = life["finished"] == life["asked"]
+        yield Verdict(
+            claim,
+            most <= life["limit"] and served and life["kv_bytes_match"],
+            f"{most:,} of {life['limit']:,} bytes, {life['finished']} of {life['asked']} requests",
+        )
+
+
+def _soaks(results: Result) -> Iterator[Verdict]:
+    first, second = (_of(results, name) for name in cases.SOAKS)
+    claim = "soak at .95: pool full, preempted, bytes in use flat, reported peak not exceeded"
+    if "finished" not in first:
+        yield Verdict(claim, None, _brief(first))
+    else:
+        full = first["preemptions"] > 0 and first["least_free_blocks"] <= first["blocks"] // 100
+        flat = first["in_use_spread"] is not None and first["in_use_spread"] < 1 << 20
+        done = first["asked"] >= 1000 and first["finished"] == first["asked"]
+        yield Verdict(
+            claim,
+            full and flat and done and first["peak_below_report"] >= 0,
+            f"{first['finished']} of {first['asked']} requests in {first['steps']} steps, {first['preemptions']} "
+            f"preemptions, {first['least_free_blocks']} of {first['blocks']} blocks free at the least, spread "
+            f"{first['in_use_spread']} bytes, peak {first['peak_below_report']} below the report",
+        )
+    blocks = first.get("blocks"), second.get("blocks")
+    measured = None not in blocks
+    claim = "the same number of blocks in a second process, from the programs of the first"
+    yield Verdict(claim, blocks[0] == blocks[1] if measured else None, f"{blocks[0]} and {blocks[1]}")
+
+
+def _beside(results: Result) -> Iterator[Verdict]:
+    pair = _of(results, "together")
+    counts = [[life.get("blocks") for life in pair.get(when, [])] for when in ("together", "in turn")]
+    measured = all(len(count) == 2 and None not in count for count in counts)
+    yield Verdict(
+        "engines at .35 and .20: the same together and in turn",
+        counts[0] == counts[1] if measured else None,
+        f"{counts[0]} and {counts[1]}",
+    )
+    alone = _of(results, "truth").get("engine")
+    for name, claim in (("leaves", "a neighbour that leaves"), ("comes", "a neighbour that comes")):
+        blocks = _of(results, name).get("blocks")
+        known = alone is not None and blocks is not None
+        yield Verdict(
+            f"{claim} during warm-up changes nothing", blocks == alone if known else None, f"{blocks}, without {alone}"
+        )
+    crowd = _of(results, "crowded")
+    text = crowd.get("error", "")
+    named = f"process {crowd.get('neighbour')}" in text and "gpu_memory_utilization to at most" in text
+    yield Verdict(
+        "a neighbour that leaves too little is named",
+        named if "neighbour" in crowd else None,
+        text.splitlines()[0] if text else str(crowd.get("blocks")),
+    )
+    blocks = [_of(results, "files").get(name, {}).get("blocks") for name in ("one file", "shards")]
+    yield Verdict(
+        "one safetensors file and shards: the same", blocks[0] == blocks[1] if None not in blocks else None, f"{blocks}"
+    )
+    late = _of(results, "late")
+    said = [note for note in late.get("notes", []) if "XLA_CLIENT_MEM_FRACTION" in note]
+    yield Verdict(
+        "JAX's pool taken before the engine: sized from it, with the variable to set",
+        bool(said) if "blocks" in late else None,
+        (said or [f"{late.get('blocks')} blocks, no note"])[0][:300],
+    )
+    trials = _of(results, "why").get("trials", [])
+    survive = [trial["survives"] for trial in trials]
+    yield Verdict(
+        "mistakes 2 to 4 run out of memory, the right reserve does not",
+        survive == [True, True, False, False, False] if trials else None,
+        f"{survive}",
+    )
+
+
+def _cost(results: Result) -> Verdict:
+    """Of the default engine with the wait for the programs that are measured; of the others, the measurement alone."""
+    claim = "measuring takes less than a quarter of the start-up"
+    alone, waiting = {}, {}
+    for name in LIVES:
+        life = _of(results, name)
+        if "startup" in life:
+            alone[name] = life["measure_seconds"] / life["startup"]
+            waiting[name] = alone[name] + life["measured_programs_seconds"] / life["startup"]
+    if not alone:
+        return Verdict(claim, None, "no start")
+    holds = max(alone.values()) < 0.25 and waiting.get(LIVES[0], 0) < 0.25
+    told = ", ".join(f"{name} {alone[name]:.0%} and {waiting[name]:.0%}" for name in alone)
+    return Verdict(claim, holds, f"alone, and with the wait for its programs: {told}")
+
+
+def _transients(results: Result) -> Iterator[str]:
+    yield "| setting | program | compiler MB | measured MB | serving MB | peak - in use MB | predicted MB |"
+    yield "|---|---|---|---|---|---|---|"
+    for name, program in _programs(results):
+        sizes = [program[key] for key in ("static", "measured", "serving", "naive")]
+        cells = ["-" if size is None else f"{size / _MB:,.3f}" for size in sizes]
+        yield f"| {name} | {program['name']} | {' | '.join(cells)} | {results[name]['predicted'] / _MB:,.0f} |"
+
+
+def _lives(results: Result) -> Iterator[str]:
+    head = ("life", "programs", "limit", "idle", "ready", "most under load", "outside, ready and after", "blocks")
+    yield f"| {' | '.join(head)} | bound by |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for name in LIVES:
+        life = _of(results, name)
+        if "used_ready" in life:
+            sizes = [f"{life[key]:,}" for key in ("limit", "used_idle", "used_ready", "used_most")]
+            outside = [f"{life[key] / _MB:.0f} MB" for key in ("outside_ready", "outside_after") if key in life]
+            cells = [name, life["num_programs"], *sizes, " and ".join(outside), life["blocks"], life["bound_by"]]
+            yield f"| {' | '.join(map(str, cells))} |"
+
+
+def _starts(results: Result) -> Iterator[str]:
+    yield "| life | start-up s | waiting for measured programs s | measuring s | load s | steps | notes |"
+    yield "|---|---|---|---|---|---|---|"
+    for name in LIVES:
+        life = _of(results, name)
+        if "startup" in life:
+            seconds = [f"{life[key]:.1f}" for key in ("startup", "measured_programs_seconds", "measure_seconds")]
+            rest = [str(life.get(key, "-")) for key in ("serve_seconds", "steps")]
+            yield f"| {name} | {' | '.join([*seconds, *rest])} | {'; '.join(life['notes'])} |"
+
+
+def _others(results: Result) -> Iterator[str]:
+    found = _of(results, "truth")
+    if "tried" in found:
+        tried = ", ".join(f"{blocks} {'runs' if ran else 'does not'}" for blocks, ran in sorted(found["tried"]))
+        yield f"Truth at {found.get('utilization', '?')}: engine {found['engine']} blocks; {tried}."
+    for trial in _of(results, "why").get("trials", []):
+        outcome = "runs" if trial["survives"] else "out of memory"
+        yield f"- {trial['name']}: reserve {trial['reserve'] / _MB:,.1f} MB, {trial['blocks']:,} blocks: {outcome}"
