@@ -94,7 +94,6 @@ class Job:
         seconds: most that it may take.
         task: of `jaxllm.bench.memory_tasks`, with `arguments`; or
         script: what starts tasks itself; called with the seconds it has.
-        after: a job whose end it waits for.
     """
 
     name: str
@@ -103,7 +102,6 @@ class Job:
     task: str | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
     script: Callable[[float], Result] | None = None
-    after: str | None = None
 
     def prepare(self) -> Task | None:
         """Its process, where it has one."""
@@ -146,7 +144,7 @@ def run_jobs(jobs: Sequence[Job], seconds: float, done: Callable[[str, Result], 
 
     try:
         while waiting or running:
-            while waiting and waiting[0].share <= free and waiting[0].after not in running:
+            while waiting and waiting[0].share <= free:
                 if time.monotonic() >= end:
                     break
                 free -= waiting[0].share

@@ -18,9 +18,11 @@ from jaxllm.memory.units import GIB
 
 SHAPE = "qwen3-0.6b"
 _WHY = Path(__file__).parents[2] / "examples" / "why_measure.py"
-_FEW: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "kvcache_block_size": 16}
-"""An engine with 14 programs, where a default one has 22."""
-_LOAD: dict[str, Any] = {"requests": 300, "prompts": (1, 2000), "outputs": (1, 64), "seconds": 40}
+_FEW: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "max_model_len": 32768}
+"""An engine with 14 programs, where a default one has 22, whose requests are long enough to fill its cache."""
+_FULL: dict[str, Any] = {"requests": 600, "prompts": (2600, 3900), "outputs": (8, 64), "seconds": 40}
+_LONG: dict[str, Any] = {"requests": 80, "prompts": (18000, 30000), "outputs": (8, 64), "seconds": 40}
+"""Loads that need more blocks than there are."""
 _SOAK: dict[str, Any] = {"max_num_seqs": 1024, "kvcache_block_size": 256, "gpu_memory_utilization": 0.95}
 _SOAKED: dict[str, Any] = {"requests": 1000, "prompts": (1000, 3800), "outputs": (16, 200)}
 _BESIDE: dict[str, Any] = {"shape": SHAPE, "enforce_eager": True, "burst": False}
@@ -44,14 +46,18 @@ takes; and whether programs without log probabilities are measured as well."""
 def jobs() -> list[Job]:
     """All measurements, the most telling first. Shares are hundredths of the card's memory; 100 is alone on it."""
     made = {
-        "budget .99": _life("budget .99", 100, 130, **_LOAD, on_device=False, gpu_memory_utilization=0.99),
+        "budget .99": _life("budget .99", 100, 130, **_FULL, on_device=False, gpu_memory_utilization=0.99),
         "soak .95": _life("soak .95", 100, 170, **_SOAK, **_SOAKED, seconds=75),
-        "soak .95 again": _life(
-            "soak .95 again", 100, 70, **_SOAK, **_SOAKED | {"requests": 150, "seconds": 25}, after="soak .95"
-        ),
-        "budget .92": _life("budget .92", 100, 90, **_LOAD, **_FEW, gpu_memory_utilization=0.92),
+        "soak .95 again": _life("soak .95 again", 100, 70, **_SOAK, **_SOAKED | {"requests": 150}, seconds=25),
+        "budget .92": _life("budget .92", 100, 90, **_LONG, **_FEW, kvcache_block_size=16, gpu_memory_utilization=0.92),
         "budget .5": _life(
-            "budget .5", 50, 100, **_LOAD, **_FEW | {"kvcache_block_size": 32}, gpu_memory_utilization=0.5
+            "budget .5",
+            50,
+            100,
+            **_LONG | {"prompts": (9000, 16000)},
+            **_FEW,
+            kvcache_block_size=32,
+            gpu_memory_utilization=0.5,
         ),
         "truth": Job("truth", 30, 120, "truth", {"shape": SHAPE, "gpu_memory_utilization": 0.3}),
         "together": Job("together", 56, 120, script=together),
@@ -77,8 +83,8 @@ _ORDER = (
 )
 
 
-def _life(name: str, share: int, most: float, after: str | None = None, **arguments: Any) -> Job:
-    return Job(name, share, most, "life", {"shape": SHAPE} | arguments, after=after)
+def _life(name: str, share: int, most: float, **arguments: Any) -> Job:
+    return Job(name, share, most, "life", {"shape": SHAPE} | arguments)
 
 
 def together(seconds: float) -> Result:

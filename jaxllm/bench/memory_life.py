@@ -102,6 +102,7 @@ def _of_report(report: MemoryReport) -> Result:
         "weights": budget.weights,
         "reserve": budget.activations,
         "headroom": budget.headroom,
+        "caps": {cap.name: cap.bytes for cap in budget.caps},
         "blocks": report.num_kvcache_blocks,
         "block_size": report.block_size,
         "block_bytes": report.block_bytes,
@@ -178,8 +179,8 @@ def _serve(
     names = []
     for index in range(requests):
         length = rng.randint(*prompts)
-        # A third begin alike, so that the prefix cache is in play.
-        prompt = shared[:length] if rng.random() < 0.3 else [rng.randrange(vocabulary) for _ in range(length)]
+        # Some begin alike, so that the prefix cache is in play.
+        prompt = shared[:length] if rng.random() < 0.15 else [rng.randrange(vocabulary) for _ in range(length)]
         made = engine.prepare_each(str(index), prompt, _params(rng, vocabulary, outputs, index >= requests // 3))
         for request in made:
             engine.submit(request)

@@ -22,13 +22,13 @@ from jaxllm.engine.spec import RunnerSpec
 from jaxllm.engine.startup import StartupTimes
 from jaxllm.engine.step import Step
 from jaxllm.engine.step_program import StepResults
-from jaxllm.engine.step_shape import PackedLayout
+from jaxllm.engine.step_shape import PackedLayout, StepShape
 from jaxllm.engine.warm_up import WARM_UP_BLOCKS, largest, measure
 from jaxllm.memory.budget import BudgetError
 from jaxllm.memory.report import MemoryReport
 from jaxllm.memory.sizing import CacheDemand, blocks_that_fit, can_measure, check_weights, size_kv_cache
 from jaxllm.memory.units import format_bytes
-from jaxllm.memory.verify import settle, verify
+from jaxllm.memory.verify import check_late, settle, verify
 from jaxllm.models.params import parameter_specs
 from jaxllm.models.weights import Weights
 from jaxllm.parallel import distributed
@@ -127,7 +127,7 @@ class Runner:
     def _compile(self, maker: ProgramMaker, demand: CacheDemand) -> Programs:
         """Programs for the cache of the decided size; for a smaller one where they need more than was reserved."""
         while True:
-            programs = Programs(partial(maker.make, self.num_blocks), maker.give_up)
+            programs = Programs(partial(self._make, maker, self.num_blocks), maker.give_up)
             if not self.spec.config.enforce_eager:
                 maker.prepare(programs, self.num_blocks, self.shapes.all())
             blocks = self.num_blocks
@@ -135,6 +135,12 @@ class Runner:
             self.memory_report = _agreed(partial(verify, self.memory_report, demand, compiled))
             if self.num_blocks == blocks:
                 return programs
+
+    def _make(self, maker: ProgramMaker, num_blocks: int, shape: StepShape) -> jax.stages.Compiled:
+        compiled = maker.make(num_blocks, shape)
+        if self.spec.config.enforce_eager:  # others are verified together, before the cache is there
+            check_late(self.memory_report, self._demand, shape.name, compiled)
+        return compiled
 
     def _rehearse(self) -> None:
         """Run every compiled program on empty steps: what they load into the device, they load now.

@@ -53,6 +53,22 @@ def verified(report: MemoryReport, demand: CacheDemand, serving: Mapping[str, in
     return _shrunk(report, demand, needed) if needed > report.budget.activations else report
 
 
+def check_late(report: MemoryReport, demand: CacheDemand, name: str, compiled: jax.stages.Compiled) -> None:
+    """Say of a program that is compiled while requests run whether it needs more than was reserved.
+
+    The largest programs were measured, so none should; the cache, which is in use, cannot shrink any more.
+    """
+    needed = reserve_bytes(demand, [ProgramReport(name=name, static=static_transient(compiled))])
+    if report.platform != "cpu" and needed > report.budget.activations:
+        logger.warning(
+            "%s needs %s while it runs, %s more than was reserved: it can run out of memory. Lower "
+            "gpu_memory_utilization, or leave enforce_eager out, and the cache is made smaller where that is needed",
+            name,
+            format_bytes(needed),
+            format_bytes(needed - report.budget.activations),
+        )
+
+
 def settle(report: MemoryReport, devices: Sequence[jax.Device]) -> MemoryReport:
     """Check, once every program has run, the memory outside the pool against what was set aside for it."""
     return report if report.platform == "cpu" else settled(report, [read_settled(device) for device in devices])

@@ -93,7 +93,9 @@ def _explain(devices: Sequence[jax.Device], name: str, error: jax.errors.JaxRunt
     if "RESOURCE_EXHAUSTED" not in str(error):
         raise error
     state = [_stats(device) for device in devices]
-    logger.warning("%s was not measured; the compiler's figure counts. %s (%s)", name, str(error).splitlines()[0], state)
+    logger.warning(
+        "%s was not measured; the compiler's figure counts. %s (%s)", name, str(error).splitlines()[0], state
+    )
 
 
 def _over_ballast(devices: Sequence[jax.Device], run: Callable[[], None]) -> int:

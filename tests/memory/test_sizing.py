@@ -249,6 +249,18 @@ def test_program_that_copies_the_cache_is_refused() -> None:
         verify.verify(report, demand(), {"decode[8]": copying})
 
 
+def test_late_program_that_needs_more_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    def compiled(temp: int) -> SimpleNamespace:
+        analysis = SimpleNamespace(temp_size_in_bytes=temp, output_size_in_bytes=0, alias_size_in_bytes=0)
+        return SimpleNamespace(memory_analysis=lambda: analysis)
+
+    report = sized(gpu(), demand())
+    verify.check_late(report, demand(), "decode[8]", compiled(GIB))
+    assert not caplog.text
+    verify.check_late(report, demand(), "decode[8]", compiled(2 * GIB))
+    assert "decode[8] needs 2.14 GiB while it runs, 1.00 GiB more than was reserved" in caplog.text
+
+
 def test_weights_that_cannot_fit_are_refused_before_they_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sizing, "read_settled", lambda device: gpu(0.9, weights=0, total=8 * GIB))
     large = dataclasses.replace(MODEL, hidden_size=8192, intermediate_size=32768, num_hidden_layers=16)
