@@ -18,10 +18,10 @@ from jaxllm.memory.units import GIB
 
 SHAPE = "qwen3-0.6b"
 _WHY = Path(__file__).parents[2] / "examples" / "why_measure.py"
-_FEW: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "max_model_len": 32768}
-"""An engine with 14 programs, where a default one has 22, whose requests are long enough to fill its cache."""
+_FEW: dict[str, Any] = {"max_num_seqs": 256, "max_num_batched_tokens": 2048, "max_model_len": 8192}
+"""An engine with 17 programs, where a default one has 22, whose requests are long enough to fill its cache."""
 _FULL: dict[str, Any] = {"requests": 600, "prompts": (2600, 3900), "outputs": (8, 64), "seconds": 40}
-_LONG: dict[str, Any] = {"requests": 80, "prompts": (18000, 30000), "outputs": (8, 64), "seconds": 40}
+_LONG: dict[str, Any] = {"requests": 280, "prompts": (5000, 8000), "outputs": (8, 64), "seconds": 40}
 """Loads that need more blocks than there are."""
 _SOAK: dict[str, Any] = {"max_num_seqs": 1024, "kvcache_block_size": 256, "gpu_memory_utilization": 0.95}
 _SOAKED: dict[str, Any] = {"requests": 1000, "prompts": (1000, 3800), "outputs": (16, 200)}
@@ -54,7 +54,7 @@ def jobs() -> list[Job]:
             "budget .5",
             50,
             100,
-            **_LONG | {"prompts": (9000, 16000)},
+            **_LONG | {"prompts": (3000, 6000)},
             **_FEW,
             kvcache_block_size=32,
             gpu_memory_utilization=0.5,
@@ -122,12 +122,12 @@ def neighbour(seconds: float, comes: bool) -> Result:
     """An engine at .3, and a neighbour that takes or gives back 8 GiB when its weights are loaded."""
     end = time.monotonic() + seconds
     with Task("hold", size=NEIGHBOUR, late=comes) as other, _beside(0.3) as task:
-        other.until("waiting" if comes else "holding", 30)
+        other.until("waiting" if comes else "holding", 60)
 
         def change() -> None:
             if comes:
                 other.go()
-                other.until("holding", 30)
+                other.until("holding", 60)
             else:
                 other.go()
                 other.finish(30)
@@ -139,7 +139,7 @@ def neighbour(seconds: float, comes: bool) -> Result:
 def crowded(seconds: float) -> Result:
     """An engine that asks for .9 beside a neighbour that holds 40 GiB."""
     with Task("hold", size=CROWD) as other, _beside(0.9) as task:
-        other.until("holding", 30)
+        other.until("holding", 60)
         return _outcome(task.finish(seconds)) | {"neighbour": other.pid}
 
 

@@ -42,7 +42,9 @@ def tables(results: Result) -> list[str]:
     ]
     for table in (_transients, _lives, _starts, _others):
         lines += ["", *table(results)]
-    errors = [f"- {name}: {_brief(result)}" for name, result in _parts(results) if "error" in result]
+    errors = [
+        f"- {name}: {_brief(result)}" for name, result in _parts(results) if "error" in result and name != "crowded"
+    ]
     return [*lines, *(["", "Ended early, or with an error:", *errors] if errors else [])]
 
 
@@ -79,6 +81,7 @@ def _brief(result: Result) -> str:
 
 
 def _programs(results: Result) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Those that were measured; serving programs that were only checked are left out."""
     for name, result in _parts(results):
         if name in (*cases.TRANSIENTS, *LIVES):
             yield from ((name, program) for program in result.get("programs", []) if program["measured"] is not None)
@@ -99,11 +102,10 @@ def _agreement(results: Result) -> Verdict:
 
 def _truth(results: Result) -> Verdict:
     claim, found = "at least 98 % of the largest cache that survives, and not above it", _of(results, "truth")
-    if not found.get("largest"):
-        survived = None if "engine" not in found else False
-        return Verdict(claim, survived, f"engine {found.get('engine')}, largest {found.get('largest')}")
+    if "engine" not in found or (found["fatal"] is None and "error" in found):
+        return Verdict(claim, None, _brief(found))
     mine, largest, fatal = found["engine"], found["largest"], found["fatal"]
-    bound = largest if fatal is None else fatal - 1
+    bound = largest if fatal is None else max(1, fatal - 1)
     holds = mine <= largest and fatal is not None and mine >= 0.98 * bound
     return Verdict(claim, holds, f"engine {mine}, {largest} survive, {fatal} do not: at least {mine / bound:.2%}")
 
@@ -212,7 +214,13 @@ def _transients(results: Result) -> Iterator[str]:
     for name, program in _programs(results):
         sizes = [program[key] for key in ("static", "measured", "serving", "naive")]
         cells = ["-" if size is None else f"{size / _MB:,.3f}" for size in sizes]
-        yield f"| {name} | {program['name']} | {' | '.join(cells)} | {results[name]['predicted'] / _MB:,.0f} |"
+        yield f"| {name} | {_short(program['name'])} | {' | '.join(cells)} | {results[name]['predicted'] / _MB:,.0f} |"
+
+
+def _short(program: str) -> str:
+    """A program's name without all that its sampler has."""
+    size, _, sampler = program.partition(" ")
+    return f"{size}, log probabilities" if "logprobs" in sampler else size
 
 
 def _lives(results: Result) -> Iterator[str]:
