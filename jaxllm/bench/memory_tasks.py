@@ -19,11 +19,10 @@ from jaxllm.checkpoint.safetensors_writer import write_safetensors
 from jaxllm.engine.compile_step import compile_step
 from jaxllm.engine.device_state import allocate_state
 from jaxllm.engine.programs import Programs
-from jaxllm.engine.runner import Runner
+from jaxllm.engine.runner import Runner, cache_demand
 from jaxllm.engine.spec import RunnerSpec
 from jaxllm.engine.step_shape import StepShape, StepShapes
 from jaxllm.engine.warm_up import WARM_UP_BLOCKS, largest, measure, worst_step
-from jaxllm.memory.predict import Workload, activation_bytes
 from jaxllm.models.weights import Weights
 
 
@@ -37,15 +36,14 @@ def transients(say: Say, shape: str, plain: bool = False, **options: Any) -> Res
         options: of the engine. The programs are those of an engine that compiles before it is ready.
     """
     spec, _ = random_runner_spec(shape, **options)
-    weights, config = random_weights(spec), spec.config
+    weights = random_weights(spec)
     shapes = largest(spec.shapes) + (_largest_plain(spec.shapes) if plain else [])
     programs = Programs(partial(compile_step, spec, weights, spec.layout, WARM_UP_BLOCKS))
     programs.prepare(shapes, workers=len(shapes))
     measured = measure(weights.leaves, spec.layout, spec.placement, spec.state, programs, shapes, spec.max_model_len)
-    workload = Workload(config.max_num_batched_tokens, config.max_num_seqs)
     return {
         "programs": [dataclasses.asdict(program) for program in measured],
-        "predicted": activation_bytes(spec.model, workload, itemsize=spec.dtype.itemsize),
+        "predicted": cache_demand(spec).predicted_activations,
         "attention": spec.attention.value,
         "weights": weights.nbytes,
     }

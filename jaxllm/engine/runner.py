@@ -13,6 +13,7 @@ import numpy as np
 from jaxllm.checkpoint.adopt import replace_parameters
 from jaxllm.checkpoint.checkpoint import Checkpoint
 from jaxllm.checkpoint.load import load_parameters
+from jaxllm.engine.attention import Attention
 from jaxllm.engine.device_state import DeviceState, StateUpdates, allocate_state
 from jaxllm.engine.lowering import abstract_weights
 from jaxllm.engine.program_maker import ProgramMaker
@@ -236,6 +237,7 @@ def cache_demand(spec: RunnerSpec) -> CacheDemand:
         block_bytes=spec.layout.block_bytes,
         max_model_len=spec.max_model_len,
         step_buffer_bytes=_STEPS_IN_FLIGHT * max(PackedLayout(shape).nbytes for shape in spec.shapes.all()),
+        kernels=spec.attention is Attention.MOSAIC_GPU,
     )
 
 

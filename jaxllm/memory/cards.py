@@ -32,6 +32,10 @@ CARDS: dict[str, int] = {name: size * MIB for name, size in _MIB.items()}
 which programs get about half a percent less."""
 
 
+HOPPER = frozenset(name for name in CARDS if name.startswith(("h100", "h200", "gh200")))
+"""Those that the Pallas kernels run on."""
+
+
 def card_bytes(name: str) -> int:
     """Bytes of the card `name`, in any case.
 

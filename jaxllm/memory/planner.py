@@ -5,6 +5,7 @@ from typing import Any
 
 from jaxllm.config import EngineConfig
 from jaxllm.memory.budget import DeviceBudget, block_bytes, outside_margin
+from jaxllm.memory.cards import HOPPER
 from jaxllm.memory.predict import ITEMSIZE, Workload, activation_bytes, state_bytes, weight_bytes
 from jaxllm.memory.report import concurrency
 from jaxllm.models.config import ModelConfig
@@ -50,8 +51,9 @@ class Scenario:
 
     @property
     def workload(self) -> Workload:
-        """The largest steps of the engine."""
-        return Workload(self.config.max_num_batched_tokens, self.config.max_num_seqs)
+        """The largest steps of the engine, which has kernels for 16 bits on some cards."""
+        kernels = self.device.lower() in HOPPER and ITEMSIZE[self.dtype] <= 2
+        return Workload(self.config.max_num_batched_tokens, self.config.max_num_seqs, kernels)
 
     def with_tp(self, tp: int) -> "Scenario":
         """The same on `tp` devices; what was measured is divided as far as it grows or shrinks with them."""

@@ -27,6 +27,12 @@ _NUMBERS_OF_A_REQUEST = 6
 _LOGIT_COPIES = 3
 """float32 arrays of the logits' shape that the sampler holds at once (measured: docs/memory.md)."""
 
+_KERNEL_LOGIT_BYTES = 8.5
+"""Bytes of a logit of the sampler with every edit and log probabilities, where the kernels run."""
+
+_PROMPT_CHUNK, _PROMPT_LOGIT_BYTES = 256, 4.5
+"""Prompt tokens whose log probabilities are computed at once, and bytes of each of their logits."""
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -35,10 +41,12 @@ class Workload:
     Attributes:
         max_num_batched_tokens: tokens of the largest step.
         max_num_seqs: rows of the largest step, each of which can reach the sampler.
+        kernels: whether the Pallas kernels run, which keep less than XLA.
     """
 
     max_num_batched_tokens: int
     max_num_seqs: int
+    kernels: bool = False
 
     @property
     def rows(self) -> int:
@@ -76,11 +84,14 @@ def state_bytes(model: ModelConfig, *, rows: int, max_model_len: int, tensor_par
 def activation_bytes(model: ModelConfig, workload: Workload, *, itemsize: int, tensor_parallel_size: int = 1) -> int:
     """Estimated bytes that the largest program needs on one device while it runs.
 
-    The maximum over three phases of a step. The form was fitted to four measurements on an H200 (docs/memory.md): a
-    prefill took as much per token as if keys and values of nearly all layers were kept, and a program with a tied
-    embedding at least as much as a copy of it.
+    The maximum over the phases of a step. Without the kernels the form was fitted to four measurements on an H200
+    (docs/memory.md): a prefill took as much per token as if keys and values of nearly all layers were kept, and a
+    program with a tied embedding at least as much as a copy of it. With them it follows from what a layer has to keep,
+    and was compared with programs compiled for an H200: Qwen3-0.6B, 8B and 14B, 2,048 to 32,768 tokens.
     """
     run = runtime_config(model, tensor_parallel_size)
+    if workload.kernels:
+        return _with_kernels(run, workload, itemsize, tensor_parallel_size)
     tokens, tp = workload.max_num_batched_tokens, tensor_parallel_size
     query = run.num_attention_heads * run.head_dim // tp
     kv = run.num_key_value_heads * run.head_dim // tp
@@ -91,3 +102,15 @@ def activation_bytes(model: ModelConfig, workload: Workload, *, itemsize: int, t
     sampler = hidden + workload.rows * run.vocab_size * 4 * _LOGIT_COPIES
     tied = run.vocab_size // tp * run.hidden_size * itemsize if model.tie_word_embeddings else 0
     return max(prefill, sampler, tied)
+
+
+def _with_kernels(run: ModelConfig, workload: Workload, itemsize: int, tp: int) -> int:
+    """The largest of a layer's two halves, the sampler, and a chunk of log probabilities of a prompt."""
+    tokens, hidden = workload.max_num_batched_tokens, run.hidden_size
+    query = run.num_attention_heads * run.head_dim // tp
+    kv = run.num_key_value_heads * run.head_dim // tp
+    attention = tokens * (2 * query + 2 * kv + 2 * hidden) * itemsize
+    mlp = tokens * (run.intermediate_size // tp + 3 * hidden) * itemsize
+    sampler = int(workload.rows * run.vocab_size * _KERNEL_LOGIT_BYTES) + tokens * hidden * itemsize // 2
+    prompts = int(min(tokens, _PROMPT_CHUNK) * run.vocab_size * _PROMPT_LOGIT_BYTES) + 2 * tokens * hidden * itemsize
+    return max(attention, mlp, sampler, prompts)

@@ -53,6 +53,7 @@ class CacheDemand:
         block_bytes: of one block on one device.
         max_model_len: most tokens of a request.
         step_buffer_bytes: inputs and outputs of the steps that are in flight.
+        kernels: whether the Pallas kernels run, for predictions.
     """
 
     config: EngineConfig
@@ -62,6 +63,7 @@ class CacheDemand:
     block_bytes: int
     max_model_len: int
     step_buffer_bytes: int = 0
+    kernels: bool = False
 
     @property
     def useful_blocks(self) -> int:
@@ -86,7 +88,7 @@ class CacheDemand:
         """Estimate of what a running program needs on one device, from shapes."""
         return activation_bytes(
             self.model,
-            Workload(self.config.max_num_batched_tokens, self.config.max_num_seqs),
+            Workload(self.config.max_num_batched_tokens, self.config.max_num_seqs, self.kernels),
             itemsize=self.itemsize,
             tensor_parallel_size=self.config.tensor_parallel_size,
         )

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxllm import plan
+from jaxllm.bench.random_model import SHAPES
 from jaxllm.engine.device_state import abstract_state
 from jaxllm.memory.cards import CARDS
 from jaxllm.memory.predict import Workload, activation_bytes, state_bytes, weight_bytes
@@ -123,6 +124,30 @@ def test_activations_grow_with_what_they_depend_on() -> None:
     assert predicted(32768, 64) > predicted(16384, 64) > predicted(16384, 64, tp=4)
     # Few tokens, many rows: the sampler's logits decide.
     assert predicted(1024, 1024) >= 1024 * 151936 * 4
+
+
+COMPILED = [  # temporaries of the larger program, compiled for an H200 with the kernels
+    ("qwen3-0.6b", 16384, 512, 676_924_544),
+    ("qwen3-0.6b", 2048, 64, 193_397_896),
+    ("qwen3-8b", 16384, 256, 805_444_232),
+    ("qwen3-14b", 32768, 512, 1_862_507_400),
+]
+
+
+@pytest.mark.parametrize(("shape", "tokens", "rows", "temporaries"), COMPILED)
+def test_prediction_is_near_what_the_compiler_says(shape: str, tokens: int, rows: int, temporaries: int) -> None:
+    config = ModelConfig.from_hf(SHAPES[shape])
+    predicted = activation_bytes(config, Workload(tokens, rows, kernels=True), itemsize=2)
+    assert predicted == pytest.approx(temporaries, rel=0.2)
+    assert activation_bytes(config, Workload(tokens, rows), itemsize=2) > predicted
+
+
+def test_the_kernels_are_planned_where_they_run(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def planned_for(card: str, *options: str) -> int:
+        return int(planned(capsys, model, "--device", card, *options)["predicted_activation_bytes"])
+
+    assert planned_for("H200") < planned_for("b200") == planned_for("l40s")
+    assert planned_for("h200", "--dtype", "float32") == planned_for("b200", "--dtype", "float32")
 
 
 def test_every_card(model: str, capsys: pytest.CaptureFixture[str]) -> None:
