@@ -1,10 +1,15 @@
 """What a compiled program sends between devices, read from its HLO."""
 
-import math
 import re
 from collections import Counter
 
 import jax
+
+from jaxllm.engine.choose import reports_logprobs
+from jaxllm.engine.step_shape import StepShape
+from jaxllm.models.config import ModelConfig
+from jaxllm.sampling.sampler import SamplingMode
+from jaxllm.sampling.variant import MAX_LOGPROBS
 
 _OPERATION = re.compile(r"= (.+?) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
 _SHAPE = re.compile(r"\w+\[([\d,]*)\]")
@@ -22,6 +27,37 @@ def collectives(compiled: jax.stages.Compiled) -> Counter[tuple[str, tuple[int, 
     return found
 
 
-def largest_result(compiled: jax.stages.Compiled) -> int:
-    """Elements of the largest result of any collective; 0 where there is none."""
-    return max((math.prod(shape) for _, shape in collectives(compiled)), default=0)
+Sent = Counter[tuple[str, tuple[int, ...]]]
+
+
+def expected(shape: StepShape, config: ModelConfig, tp: int) -> Sent:
+    """All that a step program may send over `tp` devices, where the device chooses the sampler: nothing but this.
+
+    The layers: one sum of hidden states for the embedding and two a layer. The sampler: the best token of each device,
+    and for filters and log probabilities some sums and the largest few, whatever the size of the vocabulary.
+    """
+    if tp == 1:
+        return Counter()
+    sampled = shape.rows
+    layers = Counter({("all-reduce", (shape.tokens, config.hidden_size)): 2 * config.num_hidden_layers + 1})
+    if layers and not shape.decode and shape.tokens >= 4 * sampled and not reports_logprobs(shape.sampler):
+        # Only the last tokens go through the last block's output and MLP.
+        layers = Counter(
+            {
+                ("all-reduce", (shape.tokens, config.hidden_size)): 2 * config.num_hidden_layers - 1,
+                ("all-reduce", (sampled, config.hidden_size)): 2,
+            }
+        )
+    best: Sent = Counter({("all-gather", (sampled, tp)): 2})
+    filters: Sent = Counter({("all-reduce", (15, sampled)): 2, ("all-reduce", (sampled, 1)): 1})
+    filters += Counter({("all-reduce", (sampled,)): 1})
+    if shape.sampler is SamplingMode.FILTERED:  # branches: greedy, temperature, filtered
+        return layers + best + best + best + filters
+    sent = layers + best + best + best + best + filters + filters + _logprobs(sampled, tp)
+    return sent if shape.decode else sent + _logprobs(shape.tokens, tp)
+
+
+def _logprobs(rows: int, tp: int) -> Sent:
+    """The most likely tokens and their ids; the token's own logit, the norm's sum; its rank."""
+    largest = ("all-gather", (rows, tp * MAX_LOGPROBS))
+    return Counter({largest: 2, ("all-reduce", (rows, 1)): 2, ("all-reduce", (rows,)): 1})

@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.engine.device_state import OWN_EDITS, OWN_MASK, DeviceState, own_history
+from jaxllm.parallel.placement import Placement
 from jaxllm.sampling.inputs import ANY_TOKEN, Edits, History, Penalties, SamplingInputs
 from jaxllm.sampling.logprobs import TokenLogprobs, token_logprobs
 from jaxllm.sampling.packing import NO_TOKEN
@@ -48,6 +49,7 @@ def choose(
     vocab: int,
     sampler: SamplerVariant | SamplingMode,
     processors: tuple[LogitsProcessor, ...],
+    placement: Placement,
 ) -> Chosen:
     """One token a row.
 
@@ -61,8 +63,10 @@ def choose(
         vocab: size of the model's vocabulary, without the mesh's padding.
         sampler: what exists in the program; a mode: branches for all up to it, taken by `inputs.mode`.
         processors: the engine's, in order.
+        placement: whose tensor axes divide the vocabulary.
     """
-    of = partial(_choose, extras=extras, seat=seat, state=state, known_tokens=known_tokens, vocab=vocab)
+    of = partial(_choose, extras=extras, seat=seat, state=state)
+    of = partial(of, known_tokens=known_tokens, vocab=vocab, placement=placement)
     if isinstance(sampler, SamplerVariant):
         return of(logits, inputs, variant=sampler)
     variants = [VARIANT_OF_MODE.get(mode) or everything(processors) for mode in SamplingMode if mode <= sampler]
@@ -99,12 +103,13 @@ def _choose(
     known_tokens: Bool[np.ndarray, "known"],
     vocab: int,
     variant: SamplerVariant,
+    placement: Placement,
 ) -> Chosen:
     if keeps_history(variant) or variant.mask:
         inputs = _with_state(inputs, extras, seat, state)
-    tokens = sample(logits, inputs, known_tokens, variant)
+    tokens = sample(logits, inputs, known_tokens, variant, placement=placement)
     count = variant.logprobs
-    return Chosen(tokens, None if count is None else token_logprobs(logits, tokens, count, vocab))
+    return Chosen(tokens, None if count is None else token_logprobs(logits, tokens, count, vocab, placement))
 
 
 def _with_state(

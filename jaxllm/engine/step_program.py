@@ -119,12 +119,13 @@ def step_function(
             vocab=vocab,
             sampler=shape.sampler,
             processors=processors,
+            placement=placement,
         )
         prompt = None
         if reports and not shape.decode:
             prompt = lax.cond(
                 fields.prompt_logprobs > 0,
-                lambda: prompt_logprobs(hidden, project, _targets(tokens, fields), MAX_LOGPROBS, vocab),
+                lambda: prompt_logprobs(hidden, project, _targets(tokens, fields), MAX_LOGPROBS, vocab, placement),
                 lambda: no_logprobs(shape.tokens),
             )
         return chosen, prompt, kv

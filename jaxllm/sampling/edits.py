@@ -8,12 +8,18 @@ logits. Memory beyond the logits is that of the token history.
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from jaxllm.sampling.divided import Axes, first_id
 from jaxllm.sampling.inputs import ANY_TOKEN, Edits, History, Penalties
 
 
-def apply_mask(logits: Float[Array, "rows vocab"], mask: UInt32[Array, "rows words"]) -> Float[Array, "rows vocab"]:
-    """-inf where a token's bit is 0: bit i of word w is token 32 w + i."""
+def apply_mask(
+    logits: Float[Array, "rows vocab"], mask: UInt32[Array, "rows words"], axes: Axes = ()
+) -> Float[Array, "rows vocab"]:
+    """-inf where a token's bit is 0: bit i of word w is token 32 w + i. The mask is whole, also of a part."""
     rows, vocab = logits.shape
+    if axes:
+        ids = first_id(vocab, axes) + jnp.arange(vocab)
+        return jnp.where((mask[:, ids // 32] >> (ids % 32).astype(jnp.uint32)) & 1 == 1, logits, -jnp.inf)
     bits = (mask[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
     return jnp.where(bits.reshape(rows, -1)[:, :vocab] == 1, logits, -jnp.inf)
 
@@ -45,15 +51,22 @@ def forbid_words(
 
 
 def penalize(
-    logits: Float[Array, "rows vocab"], penalties: Penalties, history: History, position: Int[Array, "rows"]
+    logits: Float[Array, "rows vocab"],
+    penalties: Penalties,
+    history: History,
+    position: Int[Array, "rows"],
+    axes: Axes = (),
 ) -> Float[Array, "rows vocab"]:
     """Repetition, then frequency, then presence penalty on the tokens before `position`.
 
     Every occurrence of a token writes the same repetition and presence value, so their order does not matter; equal
-    frequency penalties add up.
+    frequency penalties add up. On a part of the vocabulary (`axes`) the tokens of the others change nothing.
     """
     tokens, vocab = history.tokens, logits.shape[1]
     place = jnp.arange(tokens.shape[1])
+    if axes:
+        tokens = tokens - first_id(vocab, axes)
+        tokens = jnp.where(tokens >= 0, tokens, vocab)  # an index below 0 would count from the end
     used = jnp.where(place < position[:, None], tokens, vocab)
     generated = jnp.where(place >= history.prompt_length[:, None], used, vocab)
     rows = _rows(tokens)

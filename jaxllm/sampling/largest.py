@@ -2,6 +2,9 @@
 
 One pass over float32 logits of 512 x 151,936 reads 311 MB: about 70 us on an H200. Each function says how many it
 makes.
+
+Each can run on a part of the vocabulary beside other devices with theirs (`axes`, see `divided`): `largest` then sends
+`count` values and ids a row and device, `threshold` 15 sums a row and pass.
 """
 
 from collections.abc import Callable
@@ -9,6 +12,8 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt32
+
+from jaxllm.sampling.divided import Axes, first_id, side_by_side, total
 
 BLOCK = 64
 """Tokens whose maximum stands for them all in the search for the largest."""
@@ -37,15 +42,21 @@ def first_largest(values: Float[Array, "rows vocab"]) -> tuple[Float[Array, "row
 
 
 def largest(
-    values: Float[Array, "rows vocab"], count: int
+    values: Float[Array, "rows vocab"], count: int, axes: Axes = ()
 ) -> tuple[Float[Array, "rows found"], Int[Array, "rows found"]]:
     """The `count` largest values of each row in falling order, and where they are; of equal ones the first come first.
 
-    All of them where the vocabulary is smaller. One pass, then work on `count` blocks of tokens: a value among the
+    All of them where the vocabulary is smaller. The largest of all parts are among the largest of each, which
+    side by side keep the order of equal ones. One pass, then work on `count` blocks of tokens: a value among the
     `count` largest lies in one of the `count` blocks with the largest maxima, since any other block has that many
     maxima, hence values, before it. With blocks taken in order of (maximum, place) this holds for ties as well, so the
     result is that of a full sort.
     """
+    if axes:
+        top, ids = largest(values, count)
+        ids = side_by_side(ids + first_id(values.shape[1], axes), axes)
+        top, where = lax.top_k(side_by_side(top, axes), min(count, ids.shape[1]))
+        return top, jnp.take_along_axis(ids, where, axis=1)
     rows, vocab = values.shape
     if vocab <= 2 * count * BLOCK:
         top, ids = lax.top_k(values, min(count, vocab))
@@ -65,6 +76,7 @@ def threshold(
     wanted: Float[Array, "rows"],
     weigh: Weigh | None = None,
     by_row: tuple[Float[Array, "rows"], ...] = (),
+    axes: Axes = (),
 ) -> Float[Array, "rows"]:
     """The largest t for which the values >= t weigh at least `wanted`; -inf if all together weigh less.
 
@@ -75,6 +87,7 @@ def threshold(
         wanted: weight to reach, by row.
         weigh: weights >= 0 of the values, from them and `by_row`; None counts them.
         by_row: what `weigh` needs besides the values.
+        axes: by which the vocabulary is divided.
     """
     digits = 2**BITS_PER_PASS - 1
 
@@ -89,7 +102,7 @@ def threshold(
         sums = lax.reduce(
             weighed, [jnp.float32(0)] * digits, lambda a, b: [x + y for x, y in zip(a, b, strict=True)], (1,)
         )
-        found = jnp.stack([total >= wanted for total in sums]).sum(axis=0, dtype=jnp.uint32)
+        found = (total(jnp.stack(sums), axes) >= wanted).sum(axis=0, dtype=jnp.uint32)
         return key | (found << shift)
 
     key = lax.fori_loop(0, 32 // BITS_PER_PASS, find_digit, jnp.zeros(values.shape[:1], jnp.uint32))

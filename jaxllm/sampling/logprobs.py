@@ -5,12 +5,15 @@ they stay those of the model.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxllm.parallel.placement import Placement
+from jaxllm.sampling.divided import Axes, first_id, on_parts, total, whole_size
 from jaxllm.sampling.largest import largest
 
 CHUNK = 256
@@ -34,7 +37,11 @@ class TokenLogprobs(NamedTuple):
 
 
 def token_logprobs(
-    logits: Float[Array, "rows vocab"], tokens: Int[Array, "rows"], count: int, vocab: int
+    logits: Float[Array, "rows vocab"],
+    tokens: Int[Array, "rows"],
+    count: int,
+    vocab: int,
+    placement: Placement | None = None,
 ) -> TokenLogprobs:
     """Log probabilities of `tokens` and of the `count` most likely tokens.
 
@@ -45,15 +52,30 @@ def token_logprobs(
         tokens: int32 ids.
         count: how many, 0 to `MAX_LOGPROBS`.
         vocab: size of the model's vocabulary; what lies beyond is padding of the mesh.
+        placement: whose tensor axes the vocabulary is divided by; None: it is whole.
     """
-    if logits.shape[1] > vocab:  # not cut off: the mesh divides the whole width
-        logits = jnp.where(jnp.arange(logits.shape[1]) < vocab, logits, -jnp.inf)
-    top, ids = largest(logits, max(count, 1))
+    return on_parts(partial(_token_logprobs, count=count, vocab=vocab), placement, logits, tokens)
+
+
+def _token_logprobs(
+    logits: Float[Array, "rows part"], tokens: Int[Array, "rows"], *, count: int, vocab: int, axes: Axes
+) -> TokenLogprobs:
+    width = logits.shape[1]
+    first = first_id(width, axes)
+    if whole_size(width, axes) > vocab:  # not cut off: the mesh divides the whole width
+        logits = jnp.where(first + jnp.arange(width) < vocab, logits, -jnp.inf)
+    top, ids = largest(logits, max(count, 1), axes)
     most_likely = top[:, :1]
-    own = jnp.take_along_axis(logits, tokens[:, None], axis=1)
-    total = most_likely + jnp.log(jnp.sum(jnp.exp(logits - most_likely), axis=1, keepdims=True))
-    rank = jnp.sum(logits >= own, axis=1, dtype=jnp.int32)
-    return TokenLogprobs((own - total)[:, 0], rank, (top - total)[:, :count], ids[:, :count].astype(jnp.int32))
+    own = _of_tokens(logits, tokens[:, None] - first, axes)
+    norm = most_likely + jnp.log(total(jnp.sum(jnp.exp(logits - most_likely), axis=1, keepdims=True), axes))
+    rank = total(jnp.sum(logits >= own, axis=1, dtype=jnp.int32), axes)
+    return TokenLogprobs((own - norm)[:, 0], rank, (top - norm)[:, :count], ids[:, :count].astype(jnp.int32))
+
+
+def _of_tokens(logits: Float[Array, "rows part"], places: Int[Array, "rows 1"], axes: Axes) -> Float[Array, "rows 1"]:
+    """The logits at `places`, of which each lies in one part."""
+    own = jnp.take_along_axis(logits, jnp.clip(places, 0, logits.shape[1] - 1) if axes else places, axis=1)
+    return total(jnp.where((places >= 0) & (places < logits.shape[1]), own, 0.0), axes) if axes else own
 
 
 def prompt_logprobs(
@@ -62,6 +84,7 @@ def prompt_logprobs(
     targets: Int[Array, "tokens"],
     count: int,
     vocab: int,
+    placement: Placement | None = None,
     chunk: int = CHUNK,
 ) -> TokenLogprobs:
     """`token_logprobs` of each position's next token, `chunk` positions after another.
@@ -72,14 +95,15 @@ def prompt_logprobs(
         targets: int32, the token that follows each position; 0 where none does.
         count: most likely tokens to report.
         vocab: size of the model's vocabulary.
+        placement: as `token_logprobs`.
         chunk: positions whose logits exist at the same time.
     """
     tokens = hidden.shape[0]
     if tokens <= chunk:
-        return token_logprobs(project(hidden), targets, count, vocab)
+        return token_logprobs(project(hidden), targets, count, vocab, placement)
     chunks = -(-tokens // chunk)
     padding = chunks * chunk - tokens
     hidden = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(chunks, chunk, -1)
     targets = jnp.pad(targets, (0, padding)).reshape(chunks, chunk)
-    result = lax.map(lambda part: token_logprobs(project(part[0]), part[1], count, vocab), (hidden, targets))
+    result = lax.map(lambda part: token_logprobs(project(part[0]), part[1], count, vocab, placement), (hidden, targets))
     return TokenLogprobs(*(part.reshape(chunks * chunk, *part.shape[2:])[:tokens] for part in result))

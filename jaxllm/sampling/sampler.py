@@ -5,6 +5,7 @@ rows, whose temperature is 0, need no branch of their own.
 """
 
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,7 +13,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxllm.parallel.placement import Placement
 from jaxllm.sampling import edits
+from jaxllm.sampling.divided import on_parts
 from jaxllm.sampling.filters import smallest_kept
 from jaxllm.sampling.inputs import SamplingInputs
 from jaxllm.sampling.largest import first_largest
@@ -48,6 +51,7 @@ def sample(
     known_tokens: Bool[np.ndarray, "known"],
     variant: SamplerVariant,
     interpret: Any = None,
+    placement: Placement | None = None,
 ) -> Int[Array, "rows"]:
     """One token per row.
 
@@ -64,6 +68,7 @@ def sample(
             or the mesh and are never chosen.
         variant: what exists in the program.
         interpret: run the kernel, if the variant has it, in its interpreter (tests on a CPU).
+        placement: whose tensor axes the vocabulary is divided by; None: it is whole.
 
     Returns:
         int32 token ids. Greedy rows take the lowest id among equally likely tokens. A row from which nothing can be
@@ -73,7 +78,7 @@ def sample(
     Raises:
         ValueError: if the variant needs inputs that are None.
     """
-    logits = adjust_logits(logits, inputs, variant)
+    logits = adjust_logits(logits, inputs, variant, placement)
     if variant.kernel:
         # Edits have suppressed them already, before what comes after them.
         suppressed = jnp.full((logits.shape[0], 1), logits.shape[1]) if variant.edits else inputs.suppressed
@@ -88,8 +93,9 @@ def sample(
     noise = gumbel(row_keys(inputs.seed, inputs.position), jnp.arange(logits.shape[1]))
     noisy = logits + jnp.minimum(inputs.temperature, _LARGEST_TEMPERATURE)[:, None] * noise
     if variant.filters is not Filters.NONE:
+        kept = on_parts(partial(smallest_kept, filters=variant.filters), placement, logits, inputs)
         # What is below the limit goes, not what is above it stays: NaN has to come through.
-        noisy = jnp.where(logits < smallest_kept(logits, inputs, variant.filters)[:, None], -jnp.inf, noisy)
+        noisy = jnp.where(logits < kept[:, None], -jnp.inf, noisy)
     return _most_likely(noisy)
 
 
@@ -100,11 +106,14 @@ def _most_likely(logits: Float[Array, "rows vocab"]) -> Int[Array, "rows"]:
 
 
 def adjust_logits(
-    logits: Float[Array, "rows vocab"], inputs: SamplingInputs, variant: SamplerVariant
+    logits: Float[Array, "rows vocab"],
+    inputs: SamplingInputs,
+    variant: SamplerVariant,
+    placement: Placement | None = None,
 ) -> Float[Array, "rows vocab"]:
     """Logits after masks, bad words, biases, penalties and the user's processors, in vLLM's order."""
     if variant.mask:
-        logits = edits.apply_mask(logits, _given(inputs.mask, "mask"))
+        logits = on_parts(edits.apply_mask, placement, logits, _given(inputs.mask, "mask"), keeps=True)
     if (variant.suppress and not variant.kernel) or variant.edits:
         logits = edits.suppress(logits, inputs.suppressed)
     if variant.edits and inputs.edits is not None:
@@ -116,7 +125,7 @@ def adjust_logits(
         # They scatter every token of every row's history: not for batches that only share a program with them.
         logits = lax.cond(
             edits.any_penalty(penalties),
-            lambda logits: edits.penalize(logits, penalties, history, inputs.position),
+            lambda logits: on_parts(edits.penalize, placement, logits, penalties, history, inputs.position, keeps=True),
             lambda logits: logits,
             logits,
         )
