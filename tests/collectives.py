@@ -5,11 +5,10 @@ from collections import Counter
 
 import jax
 
-from jaxllm.engine.choose import reports_logprobs
 from jaxllm.engine.step_shape import StepShape
 from jaxllm.models.config import ModelConfig
 from jaxllm.sampling.sampler import SamplingMode
-from jaxllm.sampling.variant import MAX_LOGPROBS
+from jaxllm.sampling.variant import MAX_LOGPROBS, SamplerVariant
 
 _OPERATION = re.compile(r"= (.+?) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
 _SHAPE = re.compile(r"\w+\[([\d,]*)\]")
@@ -30,30 +29,26 @@ def collectives(compiled: jax.stages.Compiled) -> Counter[tuple[str, tuple[int, 
 Sent = Counter[tuple[str, tuple[int, ...]]]
 
 
-def expected(shape: StepShape, config: ModelConfig, tp: int) -> Sent:
-    """All that a step program may send over `tp` devices, where the device chooses the sampler: nothing but this.
+def allowed(shape: StepShape, config: ModelConfig, tp: int) -> Sent:
+    """All that a step program may send over `tp` devices: nothing but this.
 
     The layers: one sum of hidden states for the embedding and two a layer. The sampler: the best token of each device,
-    and for filters and log probabilities some sums and the largest few, whatever the size of the vocabulary.
+    and for filters and log probabilities some sums and the largest few, whatever the size of the vocabulary. For plain
+    draws, and for programs in which the device chooses among all samplers.
     """
     if tp == 1:
         return Counter()
-    sampled = shape.rows
-    layers = Counter({("all-reduce", (shape.tokens, config.hidden_size)): 2 * config.num_hidden_layers + 1})
-    if layers and not shape.decode and shape.tokens >= 4 * sampled and not reports_logprobs(shape.sampler):
-        # Only the last tokens go through the last block's output and MLP.
-        layers = Counter(
-            {
-                ("all-reduce", (shape.tokens, config.hidden_size)): 2 * config.num_hidden_layers - 1,
-                ("all-reduce", (sampled, config.hidden_size)): 2,
-            }
-        )
-    best: Sent = Counter({("all-gather", (sampled, tp)): 2})
-    filters: Sent = Counter({("all-reduce", (15, sampled)): 2, ("all-reduce", (sampled, 1)): 1})
-    filters += Counter({("all-reduce", (sampled,)): 1})
-    if shape.sampler is SamplingMode.FILTERED:  # branches: greedy, temperature, filtered
-        return layers + best + best + best + filters
-    sent = layers + best + best + best + best + filters + filters + _logprobs(sampled, tp)
+    layers: Sent = Counter({("all-reduce", (shape.tokens, config.hidden_size)): 2 * config.num_hidden_layers + 1})
+    best: Sent = Counter({("all-gather", (shape.rows, tp)): 2})
+    if shape.sampler == SamplerVariant(suppress=True):
+        if not shape.decode and shape.tokens >= 4 * shape.rows:  # last tokens alone go through the last block's end
+            layers -= Counter({("all-reduce", (shape.tokens, config.hidden_size)): 2})
+            layers += Counter({("all-reduce", (shape.rows, config.hidden_size)): 2})
+        return layers + best
+    assert shape.sampler is SamplingMode.EVERYTHING
+    filters: Sent = Counter({("all-reduce", (15, shape.rows)): 2, ("all-reduce", (shape.rows, 1)): 1})
+    filters += Counter({("all-reduce", (shape.rows,)): 1})
+    sent = sum([best] * 4 + [filters] * 2, layers) + _logprobs(shape.rows, tp)
     return sent if shape.decode else sent + _logprobs(shape.tokens, tp)
 
 

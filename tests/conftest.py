@@ -50,3 +50,14 @@ def small_llm(tiny: Callable[..., Path]) -> Iterator[Any]:
         kvcache_block_size=16,
         num_kvcache_blocks=128,
     )
+
+
+@pytest.fixture(scope="module")
+def plain_sampler() -> Iterator[None]:
+    """Programs with no more of a sampler than greedy requests need, as on GPUs: a third of the time to compile."""
+    from jaxllm.sampling.variant import SamplerVariant
+
+    options = {"samplers": ((SamplerVariant(suppress=True), 16),)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxllm.engine.spec.shape_options", lambda platform: dict(options))
+        yield

@@ -28,7 +28,8 @@ def on_parts(
 ) -> Any:
     """`function(logits, *whole, axes=...)`, on every device with its own part of the vocabulary.
 
-    Axes that are not the vocabulary's stay XLA's business, so that rows may be divided along them.
+    The mesh is the one in force (`Placement.own_mesh`). Axes that are not the vocabulary's are left as they are: rows
+    may be divided along them.
 
     Args:
         function: works on a part. Unless `keeps`, what it returns must be the same on all devices.
@@ -43,7 +44,6 @@ def on_parts(
     # Results of an all_gather are the same everywhere, which jax's varying-axes check does not see.
     return jax.shard_map(
         partial(function, axes=placement.tensor),
-        mesh=placement.mesh,
         in_specs=(divided, *(PartitionSpec() for _ in whole)),
         out_specs=divided if keeps else PartitionSpec(),
         axis_names=set(placement.tensor),

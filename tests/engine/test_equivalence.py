@@ -91,38 +91,6 @@ def test_same_tokens_as_alone(
     assert any(o.metrics.num_cached_tokens > 0 for o in outputs) == options.get("enable_prefix_caching", True)
 
 
-@pytest.mark.parametrize("tensor_parallel_size", [2, 4])
-def test_tensor_parallelism_gives_the_same_tokens(
-    tensor_parallel_size: int, tiny: Any, requests: tuple[list[list[int]], list[SamplingParams]]
-) -> None:
-    path = str(tiny(num_attention_heads=8, num_key_value_heads=4))
-    some = ([p[:200] for p in requests[0][:40]], requests[1][:40])
-    one = LLM(path, **BASE).generate(*some, use_tqdm=False)
-    llm = LLM(path, **BASE | {"tensor_parallel_size": tensor_parallel_size})
-    many = llm.generate(*some, use_tqdm=False)
-    assert [o.outputs[0].token_ids for o in many] == [o.outputs[0].token_ids for o in one]
-
-    kv = llm.engine.runner.kv
-    shards = kv.addressable_shards
-    assert {shard.device.id for shard in shards} == set(range(tensor_parallel_size))
-    assert {shard.data.shape[3] for shard in shards} == {4 // tensor_parallel_size}
-    assert sorted(shard.index[3].start or 0 for shard in shards) == list(range(0, 4, 4 // tensor_parallel_size))
-    per_device = {shard.data.nbytes for shard in shards}
-    assert per_device == {llm.engine.runner.layout.block_bytes * llm.stats.num_kvcache_blocks}
-
-
-def test_more_devices_than_kv_heads_replicate_them(tiny: Any) -> None:
-    """8 devices, 4 KV heads."""
-    path = str(tiny(num_attention_heads=8, num_key_value_heads=4))
-    prompts = [list(range(i, i + 5 * i + 1)) for i in range(8)]
-    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-    one = LLM(path, **BASE).generate(prompts, params, use_tqdm=False)
-    llm = LLM(path, **BASE | {"tensor_parallel_size": 8})
-    eight = llm.generate(prompts, params, use_tqdm=False)
-    assert [o.outputs[0].token_ids for o in eight] == [o.outputs[0].token_ids for o in one]
-    assert {shard.data.shape[3] for shard in llm.engine.runner.kv.addressable_shards} == {1}
-
-
 @pytest.mark.parametrize(("size", "expected"), [(3, "Sizes that do: 1, 2, 4, 8"), (16, "8 cpu device")])
 def test_sizes_that_do_not_divide_are_refused(size: int, expected: str, tiny: Any) -> None:
     path = str(tiny(num_attention_heads=8, num_key_value_heads=4))

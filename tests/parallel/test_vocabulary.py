@@ -79,7 +79,8 @@ def compiled(variant: SamplerVariant, tp: int) -> jax.stages.Compiled:
     hidden, weight = (jnp.zeros((size, HIDDEN)) for size in (ROWS, VOCAB))
     arguments = abstract(hidden), abstract(weight, TENSOR, None), jax.tree.map(abstract, inputs(variant, 0))
     jitted = jax.jit(partial(choose, variant=variant, placement=placement), out_shardings=placement.replicated)
-    return jitted.lower(*arguments).compile()
+    with placement.own_mesh():
+        return jitted.lower(*arguments).compile()
 
 
 @pytest.mark.parametrize("name", VARIANTS)
