@@ -1,7 +1,6 @@
 """`python -m jaxllm.convert`: a checkpoint from Hugging Face's format into Orbax's, and back."""
 
 import argparse
-import logging
 import os
 import resource
 import shutil
@@ -18,21 +17,20 @@ from jaxllm import cli
 from jaxllm.checkpoint import orbax_folder
 from jaxllm.checkpoint.checkpoint import CheckpointError, LazyTensor
 from jaxllm.checkpoint.files import write_companions
+from jaxllm.checkpoint.kv_scales import is_kv_scale
 from jaxllm.checkpoint.load import check_tensors
 from jaxllm.checkpoint.resolve import resolve
-from jaxllm.checkpoint.safetensors_writer import nbytes, write_safetensors
+from jaxllm.checkpoint.safetensors_file import DTYPES
+from jaxllm.checkpoint.safetensors_writer import nbytes, write_file, write_safetensors
 from jaxllm.memory.units import format_bytes
 from jaxllm.models.config import SUPPORTED_DTYPES
 from jaxllm.models.params import parameter_specs
 
-logger = logging.getLogger(__name__)
-
-_SCALES = ("k_scale", "v_scale", "kv_scale", "output_scale")
-
 DESCRIPTION = """Write a checkpoint into a new folder in the other format: Hugging Face (safetensors) or Orbax.
 
-Tensors keep their values bit for bit, and configs and tokenizer files are copied along. Both kinds of folder are models
-for every command; an Orbax folder is what JAX programs restore on their own mesh, each process its own part."""
+Tensors keep their values bit for bit, and scales of a quantized KV cache, configs and tokenizer files come along. Both
+kinds of folder are models for every command; an Orbax folder is what JAX programs restore on their own mesh, each
+process its own part."""
 
 EPILOG = """examples:
   python -m jaxllm.convert ./Qwen3-0.6B ./Qwen3-0.6B-orbax
@@ -50,7 +48,7 @@ class Converted:
     Attributes:
         target: the new folder.
         kind: "orbax" or "hf".
-        num_tensors: tensors in it.
+        num_tensors: tensors in it, scales of a quantized KV cache among them.
         num_bytes: of these.
         left_out: tensors of the source that the model does not use.
         files: copied or made beside the tensors.
@@ -71,7 +69,7 @@ def convert(source: str, target: str | Path, *, to: str | None = None, dtype: st
         source: as `LLM` takes it: a folder of either kind, a `.gguf` file, a hub id.
         target: must not exist. It appears when it is complete.
         to: "orbax" or "hf"; default: the kind that the source is not.
-        dtype: of the tensors; default: each as it is stored.
+        dtype: of the tensors; default: each as it is stored. Scales of a KV cache keep theirs.
 
     Raises:
         CheckpointError: if the source does not fit its model, or a value is too large for `dtype`.
@@ -87,7 +85,9 @@ def convert(source: str, target: str | Path, *, to: str | None = None, dtype: st
     tensors = {name: checkpoint.tensors[name] for name in needed}
     if dtype is not None:
         tensors = {name: _cast(tensor, dtype) for name, tensor in tensors.items()}
-    size = sum(map(nbytes, tensors.values()))
+    readable = {dtype.name for dtype in DTYPES.values()}
+    scales = {n: tensor for n, tensor in checkpoint.tensors.items() if is_kv_scale(n) and tensor.dtype in readable}
+    size = sum(map(nbytes, (tensors | scales).values()))
     folder.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder.parent).free
     if size > free:
@@ -100,20 +100,18 @@ def convert(source: str, target: str | Path, *, to: str | None = None, dtype: st
     partial_folder.mkdir()
     try:
         files = write_companions(checkpoint, partial_folder, dtype)
-        (orbax_folder.write_parameters if kind == "orbax" else write_safetensors)(tensors, partial_folder)
+        if kind == "orbax":
+            orbax_folder.write_parameters(tensors, partial_folder)
+            if scales:
+                write_file(scales.values(), partial_folder / orbax_folder.KV_SCALES)
+        else:
+            write_safetensors(tensors | scales, partial_folder)
         partial_folder.rename(folder)
     except BaseException:
         shutil.rmtree(partial_folder, ignore_errors=True)
         raise
-    left_out = tuple(sorted(set(checkpoint.tensors) - set(needed)))
-    if scales := [name for name in left_out if name.endswith(_SCALES)]:
-        logger.warning(
-            "the scales of a quantized KV cache were left out (%s, ...): with %s kv_cache_dtype='fp8' will use 1.0; "
-            "give it the source",
-            scales[0],
-            folder,
-        )
-    return Converted(folder, kind, len(tensors), size, left_out, tuple(files))
+    left_out = tuple(sorted(set(checkpoint.tensors) - set(needed) - set(scales)))
+    return Converted(folder, kind, len(tensors) + len(scales), size, left_out, tuple(files))
 
 
 def _cast(tensor: LazyTensor, dtype: str) -> LazyTensor:

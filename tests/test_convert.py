@@ -17,6 +17,7 @@ from tiny import tiny_checkpoint
 from jaxllm import convert as command
 from jaxllm.checkpoint import CheckpointError, resolve
 from jaxllm.checkpoint.checkpoint import LazyTensor
+from jaxllm.checkpoint.kv_scales import read_kv_scales
 from jaxllm.checkpoint.safetensors_writer import write_safetensors
 from jaxllm.convert import convert, main
 from jaxllm.models.config import ModelConfig
@@ -43,6 +44,23 @@ def test_round_trip_is_bit_exact(tmp_path: Path, family: str, tied: bool, dtype:
     assert resolve(str(tmp_path / "orbax")).config == resolve(str(source)).config
     text = "The sea 😀"
     assert resolve(str(tmp_path / "orbax")).tokenizer().encode(text) == resolve(str(source)).tokenizer().encode(text)
+
+
+def test_scales_of_a_quantized_kv_cache_come_along(tmp_path: Path) -> None:
+    """Beside the parameters of an Orbax folder, whose tree stays the module's; by their names, in their dtypes."""
+    source = tiny_checkpoint(tmp_path / "hf")
+    scales = {f"model.layers.{i}.self_attn.k_proj.k_scale": np.array(0.1 + i, np.float32) for i in range(2)}
+    scales |= {f"model.layers.{i}.self_attn.v_proj.v_scale": np.array([3 + i], np.float16) for i in range(2)}
+    save_file(tensors_of(source) | scales, source / "model.safetensors", metadata={"format": "pt"})
+    done = convert(str(source), tmp_path / "orbax", dtype="bfloat16")
+    convert(str(tmp_path / "orbax"), tmp_path / "back")
+    assert done.left_out == () and done.num_tensors == len(tensors_of(tmp_path / "back"))
+    for folder in ("orbax", "back"):
+        assert read_kv_scales(resolve(str(tmp_path / folder))) == read_kv_scales(resolve(str(source)))
+    for name, scale in scales.items():
+        after = tensors_of(tmp_path / "back")[name]
+        assert after.dtype == scale.dtype and after.shape == scale.shape and after.tobytes() == scale.tobytes()
+    assert set(tensors_of(tmp_path / "orbax")) == set(scales)
 
 
 def test_transformers_reads_what_comes_back(tmp_path: Path) -> None:

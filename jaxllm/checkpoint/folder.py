@@ -42,7 +42,8 @@ def open_folder(folder: Path, name: str) -> Checkpoint:
 
 def _tensors(folder: Path, name: str) -> dict[str, LazyTensor]:
     if orbax_folder.is_orbax(folder):
-        return orbax_folder.open_parameters(folder)
+        scales = folder / orbax_folder.KV_SCALES
+        return orbax_folder.open_parameters(folder) | (read_tensors(scales) if scales.is_file() else {})
     if (folder / SINGLE_FILE).is_file():
         return read_tensors(folder / SINGLE_FILE)
     if not (folder / INDEX_FILE).is_file():

@@ -2,10 +2,12 @@
 
     FOLDER/config.json, generation_config.json, tokenizer files     as in a Hugging Face folder
     FOLDER/parameters/                                              the Orbax checkpoint: one tree of arrays
+    FOLDER/kv_scales.safetensors                                    scales of a quantized KV cache, if there are any
 
 The tree is the module's own, `{"layers": {"0": {"mlp": ...}}}` with `[out, in]` matrices: `nnx.state(decoder)` or
 `nnx.to_pure_dict` of it, saved with `orbax.checkpoint.StandardCheckpointer`. Hugging Face names (`model.layers...`) are
-understood too. Arrays are read in parts: a device gets its shard without anybody reading the whole.
+understood too. Arrays are read in parts: a device gets its shard without anybody reading the whole. Scales are no
+parameters: they stand beside the tree, so that it stays that of the module.
 """
 
 import asyncio
@@ -21,6 +23,7 @@ from jaxllm.checkpoint.checkpoint import CheckpointError, LazyTensor
 from jaxllm.models.params import checkpoint_name, module_path
 
 PARAMETERS = "parameters"
+KV_SCALES = "kv_scales.safetensors"
 _CHUNK_BYTES = 16 << 20
 """Stored chunks: small enough that a shard reads little beside its own part, large enough for a disk's full speed."""
 

@@ -34,12 +34,12 @@ def write_safetensors(tensors: Mapping[str, LazyTensor], folder: Path, shard_byt
         shards[-1].append(tensor)
         size += nbytes(tensor)
     if len(shards) == 1:
-        _write_file(shards[0], folder / SINGLE_FILE)
+        write_file(shards[0], folder / SINGLE_FILE)
         return
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        _write_file(shard, folder / file)
+        write_file(shard, folder / file)
         weight_map |= {tensor.name: file for tensor in shard}
     index = {"metadata": {"total_size": sum(map(nbytes, tensors.values()))}, "weight_map": weight_map}
     (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
@@ -50,7 +50,8 @@ def nbytes(tensor: LazyTensor) -> int:
     return math.prod(tensor.shape) * DTYPES[_STORAGE[tensor.dtype]].itemsize
 
 
-def _write_file(tensors: Iterable[LazyTensor], path: Path) -> None:
+def write_file(tensors: Iterable[LazyTensor], path: Path) -> None:
+    """Write `tensors` as one file, in their order."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for tensor in tensors:
