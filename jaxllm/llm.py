@@ -22,7 +22,7 @@ from jaxllm.checkpoint.tokenizer import known_tokens
 from jaxllm.config import EngineConfig
 from jaxllm.engine import compilation_cache
 from jaxllm.engine.answer import Update
-from jaxllm.engine.engine import Engine, EngineStats, Running
+from jaxllm.engine.engine import Engine, EngineAsleep, EngineStats, Running
 from jaxllm.engine.interrupts import repeated_interrupts
 from jaxllm.engine.prompts import Params, Prompt, pair_params, prompt_token_ids, split_prompts
 from jaxllm.engine.request import Request
@@ -176,17 +176,26 @@ class LLM:
     def sleep(self) -> None:
         """Give the KV cache's memory back to the program, until `wake`; weights and compiled programs stay.
 
-        Open streams continue after `wake`, as if nothing had happened: what they had computed is computed again.
+        Open streams continue after `wake`, as if nothing had happened: what they had computed is computed again. Calls
+        of other threads wait until then; in the thread that called `sleep`, generating raises a RuntimeError.
         """
         self.engine.sleep()
 
-    def wake(self) -> None:
-        """Take the KV cache's memory again; the devices are looked at first.
+    def wake(self, min_kvcache_blocks: int | None = None) -> None:
+        """Take the KV cache's memory again, as much as before; the devices are looked at first.
+
+        With several processes, all call it, and have the blocks that fit on every one.
+
+        Args:
+            min_kvcache_blocks: take as many blocks as fit now, if there are at least so many, and at most those that
+                the engine was made with. For another number than before, all programs are compiled again. A request
+                that needs more than all of them ends, with `finish_reason` "length", or "error" without output.
 
         Raises:
-            RuntimeError: if it does not fit any more; says how much is missing. The engine sleeps on.
+            RuntimeError: if too little fits; says how much is missing. The engine sleeps on.
+            TypeError, ValueError: if `min_kvcache_blocks` is no positive integer.
         """
-        self.engine.wake()
+        self.engine.wake(min_kvcache_blocks)
 
     @property
     def stats(self) -> EngineStats:
@@ -328,8 +337,11 @@ class LLM:
                     self.engine.submit(request, prompt if isinstance(prompt, str) else None, inbox)
             while unfinished:
                 # Calls from other threads, or between two deltas of this one, run steps for all.
-                if not inbox and not self.engine.advance() and not inbox:
-                    raise RuntimeError(f"the engine has nothing to do, but {sorted(unfinished)} have not ended")
+                try:
+                    if not inbox and not self.engine.advance() and not inbox:
+                        raise RuntimeError(f"the engine has nothing to do, but {sorted(unfinished)} have not ended")
+                except EngineAsleep:
+                    self.engine.wait_until_awake()
                 while inbox:
                     update = inbox.popleft()
                     index, place = unfinished[update.request_id]

@@ -30,6 +30,21 @@ class BlockPool:
         self._retained = bytearray(num_blocks)  # 1 where `retain` applies, referenced or not
         self._on_evict: Callable[[int], None] | None = None
 
+    def resize(self, num_blocks: int) -> None:
+        """Start over with another number of blocks, every one free and empty.
+
+        Raises ValueError, with nothing changed, unless `num_blocks` is positive and no block has content worth keeping.
+        """
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks is {num_blocks}; a KV cache needs at least 1 block")
+        if len(self._empty) < self.num_blocks:
+            used = self.num_blocks - len(self._empty)
+            raise ValueError(f"{used} of {self.num_blocks} blocks are in use or retained; free and evict them first")
+        self.num_blocks = num_blocks
+        self._ref_counts = [0] * num_blocks
+        self._empty = list(range(num_blocks - 1, -1, -1))
+        self._retained = bytearray(num_blocks)
+
     @property
     def num_free(self) -> int:
         """Blocks that `allocate` can hand out, those with content worth finding among them."""

@@ -28,12 +28,14 @@ from jaxllm.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
+_ASLEEP = "the engine is asleep, its KV memory given back: call wake() first"
+
 Running = Literal["finish", "abort"]
 """What becomes of requests that run while the weights change."""
 
 
 class EngineAsleep(RuntimeError):
-    """The KV memory was given back: nothing can be computed before `wake`."""
+    """Work was asked of an engine that has given its KV memory back."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,10 @@ class Engine:
         self._maker = RequestMaker(spec, tokenizer, eos_token_ids, seed)
         self._lock = threading.RLock()
         self._outbox: deque[Update] = deque()
+        self._awake = threading.Event()
+        self._awake.set()
+        self._sleeper: int | None = None
+        """The thread that put the engine to sleep."""
         self._on_step: Callable[[Step], None] | None = None
         """Called with each step once its results are in, by the thread that took them; None: nothing is."""
 
@@ -175,12 +181,34 @@ class Engine:
                 self.scheduler.forget_steps()
                 self.scheduler.forget_kv()
                 self.runner.sleep()
+                self._sleeper = threading.get_ident()
+                self._awake.clear()
 
-    def wake(self) -> None:
-        """Take the KV memory again; does nothing where the engine is awake. Raises what `Runner.wake` raises."""
+    def wake(self, min_kvcache_blocks: int | None = None) -> None:
+        """Take the KV memory again; does nothing where the engine is awake. Raises what `Runner.wake` raises.
+
+        With fewer blocks than before, requests that need more than all of them end: as those do that outgrow the pool,
+        or in error, if they have no output yet.
+        """
         with self._exclusively():
-            if self.runner.asleep:
-                self.runner.wake()
+            if not self.runner.asleep:
+                return
+            before = self.runner.num_blocks
+            self.runner.wake(min_kvcache_blocks)
+            if self.runner.num_blocks != before:
+                for request in self.scheduler.resize(self.runner.num_blocks):
+                    self._end_for_lack_of_blocks(request)
+            self._awake.set()
+
+    def wait_until_awake(self) -> None:
+        """Wait until another thread has called `wake`.
+
+        Raises:
+            EngineAsleep: if this thread put the engine to sleep, and would wait for itself.
+        """
+        if self._sleeper == threading.get_ident() and not self._awake.is_set():
+            raise EngineAsleep(_ASLEEP)
+        self._awake.wait()
 
     def follow_steps(self, on_step: Callable[[Step], None] | None) -> None:
         """Call `on_step` with each step that is complete, from whichever thread ran it; None ends that.
@@ -212,7 +240,7 @@ class Engine:
         """
         with self._exclusively():
             if self.runner.asleep:
-                raise EngineAsleep("the engine is asleep, its KV memory given back: call wake() first")
+                raise EngineAsleep(_ASLEEP)
             if not self.scheduler.has_unfinished():
                 self._under_way.clear()  # steps for requests that ended meanwhile
                 return False
@@ -296,6 +324,17 @@ class Engine:
         logger.error("request %r ends in an error", request.request_id, exc_info=error)
         del request.token_ids[num_tokens:]
         self._end_in_error(request, f"its tokens could not be taken in: {error} ({type(error).__name__})")
+        self._deliver_end(request)
+
+    def _end_for_lack_of_blocks(self, request: Request) -> None:
+        needs = (
+            f"{request.num_tokens} tokens do not fit into the {self.runner.num_blocks} KV-cache blocks that are left"
+        )
+        logger.warning("request %r ends at wake: its %s", request.request_id, needs)
+        if request.num_output_tokens:
+            self.scheduler.finish(request, "length")
+        else:
+            self._end_in_error(request, f"the prompt's {needs} since wake")
         self._deliver_end(request)
 
     def _end_in_error(self, request: Request, error: str) -> None:

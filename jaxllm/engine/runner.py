@@ -13,6 +13,7 @@ import numpy as np
 from jaxllm.checkpoint.adopt import replace_parameters
 from jaxllm.checkpoint.checkpoint import Checkpoint
 from jaxllm.checkpoint.load import load_parameters
+from jaxllm.checks import integer
 from jaxllm.engine.attention import Attention
 from jaxllm.engine.device_state import DeviceState, StateUpdates, allocate_state
 from jaxllm.engine.lowering import abstract_weights
@@ -84,6 +85,7 @@ class Runner:
                 self.updates = StateUpdates(spec.state, spec.placement)
             self.memory_report = self._size(maker, demand, devices, times)
             self.programs = self._compile(maker, demand)
+        self._most_blocks = self.num_blocks
         with times.phase("allocate"):
             self._allocate()
         with times.phase("rehearse"):
@@ -210,21 +212,49 @@ class Runner:
         self.kv.delete()
         self.asleep = True
 
-    def wake(self) -> None:
-        """Take a KV cache of the former size again.
+    def wake(self, min_kvcache_blocks: int | None = None) -> None:
+        """Take a KV cache again, of the former size or of what fits now; see `LLM.wake`.
 
         Raises:
-            RuntimeError: if it does not fit now; says what is missing. The runner sleeps on.
+            RuntimeError: if too little fits; says what is missing. The runner sleeps on.
         """
-        fitting = blocks_that_fit(self.spec.placement.local_devices, self._demand, self.memory_report)
-        if distributed.smallest(fitting) < self.num_blocks:
-            missing = (self.num_blocks - fitting) * self.layout.block_bytes
+        if min_kvcache_blocks is not None and integer("min_kvcache_blocks", min_kvcache_blocks) < 1:
+            raise ValueError(f"min_kvcache_blocks must be at least 1, or None; got {min_kvcache_blocks}")
+        most = self.num_blocks if min_kvcache_blocks is None else self._most_blocks
+        least = self.num_blocks if min_kvcache_blocks is None else min(min_kvcache_blocks, most)
+        devices = self.spec.placement.local_devices
+        fitting = distributed.smallest(blocks_that_fit(devices, self._demand, self.memory_report, most))
+        if fitting < least:
+            missing = format_bytes((least - fitting) * self.layout.block_bytes)
+            fewer = "" if fitting < 1 else f", or take what fits with wake(min_kvcache_blocks={fitting})"
             raise RuntimeError(
-                f"wake: {fitting} blocks of the KV cache fit now, the engine was built for {self.num_blocks}: free "
-                f"{format_bytes(missing)} on each device and call wake again, or make a new LLM"
+                f"wake: {fitting} blocks of the KV cache fit now, {least} are needed: free {missing} on each device and"
+                f" call wake again{fewer}, or make a new LLM"
             )
-        self._allocate()
+        if fitting == self.num_blocks:
+            self._allocate()
+        else:
+            self._rebuild(fitting)
         self.asleep = False
+
+    def _rebuild(self, num_blocks: int) -> None:
+        """Programs and a KV cache of another size; a program is made for one size."""
+        note = f"wake: the KV cache has {num_blocks} blocks, {self.num_blocks} before; the programs are compiled again"
+        logger.warning("%s", note)
+        former = self.memory_report, self.programs
+        notes = (*self.memory_report.notes, note)
+        self.memory_report = replace(
+            self.memory_report, num_kvcache_blocks=num_blocks, bound_by="what fitted at wake", notes=notes
+        )
+        try:
+            with ProgramMaker(self.spec, self.weights.abstract(), StartupTimes()) as maker:
+                self.programs = self._compile(maker, self._demand)
+            self._allocate()
+            self._rehearse()
+        except BaseException:
+            self.memory_report, self.programs = former
+            raise
+        self.programs.mark_ready()
 
 
 def cache_demand(spec: RunnerSpec) -> CacheDemand:

@@ -299,6 +299,19 @@ class Scheduler:
             self._preempt(request)
         self.pool.free(self.pool.allocate(self.pool.num_blocks))  # evicts every block that could be found
 
+    def resize(self, num_blocks: int) -> list[Request]:
+        """Go on with another number of KV blocks, after `forget_kv`; the waiting requests that no longer fit into all.
+
+        End those: nobody can admit them, and nobody behind them would be admitted. The others finish, some sooner than
+        they asked for where the pool is the limit.
+        """
+        self.pool.resize(num_blocks)
+        self._max_tokens = min(self.max_model_len, num_blocks * self.block_size + 1)
+        self._pool_limits = self._max_tokens < self.max_model_len
+        for request in self._waiting.values():
+            request.max_tokens = min(self._max_tokens, request.num_prompt_tokens + request.params.max_tokens)
+        return [request for request in self._waiting.values() if self._blocks_for(request.num_tokens) > num_blocks]
+
     def _commit(self, request: Request, computed: int) -> None:
         """The KV of the first `computed` tokens has been written: full blocks can be found."""
         request.num_computed_tokens = computed

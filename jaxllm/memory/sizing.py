@@ -135,16 +135,23 @@ def size_kv_cache(
     return replace(report, measure_seconds=time.perf_counter() - start)
 
 
-def blocks_that_fit(devices: Sequence[jax.Device], demand: CacheDemand, report: MemoryReport) -> int:
-    """How many blocks there is room for now, programs needing what `report` says; the report's number on a CPU.
-
-    Raises:
-        BudgetError: if not one fits.
-    """
+def blocks_that_fit(devices: Sequence[jax.Device], demand: CacheDemand, report: MemoryReport, most: int) -> int:
+    """How many blocks there is room for now, up to `most`, programs needing what `report` says; `most` on a CPU."""
     if report.platform == "cpu":
-        return report.num_kvcache_blocks
-    views = [read_settled(device) for device in devices]
-    return report_of(report.platform, views, demand, report.programs).num_kvcache_blocks
+        return most
+    return min(most, fitting_blocks([read_settled(device) for device in devices], demand, report.programs))
+
+
+def fitting_blocks(views: Sequence[DeviceView], demand: CacheDemand, programs: Sequence[ProgramReport]) -> int:
+    """`blocks_that_fit` on views alone; 0 where not one fits.
+
+    As when the engine is made, a size that the user set is held against what a device can give, and not against
+    `gpu_memory_utilization`.
+    """
+    told = demand.config.num_kvcache_blocks != -1 or demand.config.kv_cache_memory_bytes is not None
+    reserve = reserve_bytes(demand, programs)
+    budgets = [_budget(view, demand, reserve) for view in views]
+    return min(max(0, (budget.physical if told else budget.binding).bytes // budget.block_bytes) for budget in budgets)
 
 
 def report_of(
