@@ -1,6 +1,8 @@
 """An engine inside the caller's program: on his mesh, on his arrays, under new weights, asleep and awake."""
 
 import gc
+import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,6 +111,19 @@ def test_programs_send_two_sums_a_layer_and_a_few_numbers_a_row(tiny: Callable[.
         program = llm.engine.runner.programs[shape]
         counts = collectives(program.compiled)
         assert counts == allowed(shape, llm.model_config, tp)
+
+
+@pytest.mark.usefixtures("plain_sampler")
+def test_a_mesh_of_one_device_costs_nothing(folder: Path) -> None:
+    """The operations and fusions of the program that there is without a mesh, and the same memory."""
+    operations, sizes = [], []
+    for given in ({}, {"mesh": mesh_of((1, 1), ("replica", "model"), AxisType.Explicit), "tensor_axis": "model"}):
+        runner = LLM(str(folder), **given, **OPTIONS).engine.runner
+        compiled = runner.programs[runner.shapes.decode[-1]].compiled
+        operations.append(Counter(re.findall(r"= (\S+ [\w-]+)\(", compiled.as_text())))
+        sizes.append(compiled.memory_analysis().temp_size_in_bytes)
+    assert operations[0] == operations[1] and len(operations[0]) > 100
+    assert sizes[0] == sizes[1]
 
 
 def test_parameters_that_live_here_are_used_where_they_lie(

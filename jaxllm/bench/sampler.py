@@ -220,6 +220,7 @@ class _Bench:
                 return choose(
                     given, inputs, fields.extras, fields.seat, state, known_tokens=spec.known_tokens,
                     vocab=spec.model.vocab_size, sampler=shape.sampler, processors=spec.processors,
+                    placement=spec.placement,
                 )  # fmt: skip
 
             nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(chosen, 0))

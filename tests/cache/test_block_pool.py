@@ -100,3 +100,25 @@ def test_one_listener():
     pool.set_evict_listener(lambda block: None)
     with pytest.raises(RuntimeError, match="already has an evict listener"):
         pool.set_evict_listener(lambda block: None)
+
+
+def test_a_pool_of_another_size():
+    pool = BlockPool(4)
+    blocks = pool.allocate(2)
+    pool.retain(blocks[0])
+    with pytest.raises(ValueError, match="2 of 4 blocks are in use or retained"):
+        pool.resize(6)
+    pool.free(blocks)
+    with pytest.raises(ValueError, match="1 of 4 blocks are in use or retained"):
+        pool.resize(6)
+    pool.free(pool.allocate(4))  # evicts it
+    with pytest.raises(ValueError, match="num_blocks is 0"):
+        pool.resize(0)
+    for size in (2, 6):
+        pool.resize(size)
+        assert pool.num_free == pool.num_blocks == size
+        with pytest.raises(BlockPoolExhausted):
+            pool.allocate(size + 1)
+        blocks = pool.allocate(size)
+        assert sorted(blocks) == list(range(size))
+        pool.free(blocks)

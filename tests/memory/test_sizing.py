@@ -12,7 +12,7 @@ from jaxllm.memory import sizing, verify
 from jaxllm.memory.budget import BudgetError, outside_margin
 from jaxllm.memory.pool import pool_fraction
 from jaxllm.memory.report import MemoryReport, ProgramReport
-from jaxllm.memory.sizing import ALLOCATOR_SLACK, RESERVE_GRAIN, CacheDemand, report_of
+from jaxllm.memory.sizing import ALLOCATOR_SLACK, RESERVE_GRAIN, CacheDemand, fitting_blocks, report_of
 from jaxllm.memory.units import GIB, MIB
 from jaxllm.memory.views import AllocatorView, DeviceView, DriverView, ProcessMemory
 from jaxllm.models.config import ModelConfig
@@ -298,3 +298,22 @@ def test_a_process_without_room_stops_all(monkeypatch: pytest.MonkeyPatch) -> No
     assert told == [0]  # the others wait for it
     with pytest.raises(BudgetError, match="another process of this job"):
         runner._agreed(lambda: sized(gpu(), demand()))
+
+
+def test_what_fits_when_the_engine_wakes() -> None:
+    """As much as at first where nothing has changed; less beside a trainer's arrays, or where they broke the region."""
+    wanted, first = demand(), sized(gpu(), demand())
+    assert fitting_blocks([gpu()], wanted, (PROGRAM,)) == first.num_kvcache_blocks
+    trainer = fitting_blocks([gpu(weights=26 * GIB), gpu()], wanted, (PROGRAM,))  # the tightest device decides
+    assert first.num_kvcache_blocks - trainer == 10 * GIB // wanted.block_bytes
+    broken = fitting_blocks([gpu(largest_free=20 * GIB)], wanted, (PROGRAM,))
+    assert broken == (20 * GIB - first.budget.activations) // wanted.block_bytes
+    assert fitting_blocks([gpu(largest_free=MIB)], wanted, (PROGRAM,)) == 0
+
+
+def test_a_size_that_was_set_is_held_against_the_device_when_the_engine_wakes() -> None:
+    told = demand(num_kvcache_blocks=1000, gpu_memory_utilization=0.5)
+    view = gpu(0.9)
+    assert fitting_blocks([view], told, (PROGRAM,)) > fitting_blocks(
+        [view], demand(gpu_memory_utilization=0.5), (PROGRAM,)
+    )
