@@ -8,7 +8,7 @@ import jax
 from jaxllm.engine.step_shape import StepShape
 from jaxllm.models.config import ModelConfig
 from jaxllm.sampling.sampler import SamplingMode
-from jaxllm.sampling.variant import MAX_LOGPROBS, SamplerVariant
+from jaxllm.sampling.variant import MAX_LOGPROBS, Filters, SamplerVariant
 
 _OPERATION = re.compile(r"= (.+?) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
 _SHAPE = re.compile(r"\w+\[([\d,]*)\]")
@@ -40,7 +40,8 @@ def allowed(shape: StepShape, config: ModelConfig, tp: int) -> Sent:
         return Counter()
     layers: Sent = Counter({("all-reduce", (shape.tokens, config.hidden_size)): 2 * config.num_hidden_layers + 1})
     best: Sent = Counter({("all-gather", (shape.rows, tp)): 2})
-    if shape.sampler == SamplerVariant(suppress=True):
+    if isinstance(shape.sampler, SamplerVariant):
+        assert shape.sampler.filters is Filters.NONE and shape.sampler.logprobs is None
         if not shape.decode and shape.tokens >= 4 * shape.rows:  # last tokens alone go through the last block's end
             layers -= Counter({("all-reduce", (shape.tokens, config.hidden_size)): 2})
             layers += Counter({("all-reduce", (shape.rows, config.hidden_size)): 2})

@@ -1,64 +1,42 @@
 """Several real processes on this machine, CPU devices, gloo: one model over all, and what happens when one dies."""
 
 import json
-import random
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
-from processes import GREEDY, OPTIONS, PROMPTS
+from parallel.every_field import assert_equal, generated, requests
 
-from jaxllm import LLM, SamplingParams
+from jaxllm import LLM
+from jaxllm.checkpoint import load_parameters, resolve
 from jaxllm.convert import convert
+from jaxllm.models.params import parameter_specs
+from jaxllm.models.weights import Weights
 from jaxllm.parallel import distributed
+from jaxllm.parallel.mesh import make_mesh
 
-ROOT = Path(__file__).parents[2]
-
-
-def slurm(index: int, count: int, port: int) -> dict[str, str]:
-    """What `srun` tells a process. JAX derives the port from the number of the job."""
-    job = {"SLURM_JOB_ID": str(port - LOWEST_PORT), "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": str(count)}
-    return job | {"SLURM_PROCID": str(index), "SLURM_LOCALID": str(index)}
-
-
-def open_mpi(index: int, count: int, port: int) -> dict[str, str]:
-    """What `mpirun` tells a process; likewise."""
-    uri = f"{(port - LOWEST_PORT) * 4096}.0;tcp://127.0.0.1:34911"
-    rank = {"OMPI_COMM_WORLD_RANK": str(index), "OMPI_COMM_WORLD_LOCAL_RANK": str(index)}
-    return rank | {"OMPI_MCA_orte_hnp_uri": uri, "OMPI_COMM_WORLD_SIZE": str(count)}
-
-
-LOWEST_PORT = 65535 - 2**12 + 1
-
-
-def free_port() -> int:
-    """One of those that JAX takes under both."""
-    for port in random.sample(range(LOWEST_PORT, 65535), 100):
-        with socket.socket() as tried, suppress(OSError):
-            tried.bind(("localhost", port))
-            return port
-    raise AssertionError("no port is free")
+HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 
 
 @contextmanager
-def processes(
-    cluster: Callable[[int, int, int], dict[str, str]], task: str, count: int, folder: Path, results: Path
-) -> Iterator[list[subprocess.Popen[str]]]:
-    port = free_port()
+def processes(task: str, count: int, folder: Path, results: Path) -> Iterator[list[subprocess.Popen[str]]]:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
     environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(Path.home())}
     started = [
         subprocess.Popen(
-            [sys.executable, str(ROOT / "tests" / "processes.py"), task, folder, results],
-            env=environment | cluster(index, count, port),
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            [sys.executable, str(HERE / "processes.py"), task, str(port), str(count), str(index), folder, results],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for index in range(count)
     ]  # fmt: skip
@@ -70,47 +48,59 @@ def processes(
             process.communicate()
 
 
-def assert_all_end(survivors: list[subprocess.Popen[str]]) -> None:
-    """Within 30 s, in failure, and each says why."""
-    start = time.monotonic()
-    for process in survivors:
-        _, errors = process.communicate(timeout=30)
-        assert process.returncode not in (0, None), errors
-        assert "Terminating process because the JAX distributed service detected fatal errors" in errors, errors
-    assert time.monotonic() - start < 30
+def test_processes_run_one_model(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    """Restored from an Orbax folder, of which each reads its part."""
+    folder = tiny(num_attention_heads=4, num_key_value_heads=2)
+    checkpoint = resolve(str(folder))
+    config = checkpoint.config
+    arrays = load_parameters(checkpoint, parameter_specs(config), make_mesh(1), "float32")
+    model = Weights.of(config, "float32", arrays).model()
+    tokens = jnp.asarray([[5, 17, 123, 9, 256, 77, 31, 2]])
+    expected = jax.jit(lambda tokens: model(tokens).argmax(-1))(tokens).tolist()
+    folder = convert(str(folder), tmp_path / "orbax").target
+    with processes("together", 2, folder, tmp_path / "results") as running:
+        for process in running:
+            _, errors = process.communicate(timeout=120)
+            assert process.returncode == 0, errors
+    results = [json.loads((tmp_path / f"results.{index}").read_text()) for index in range(2)]
+    for result in results:
+        assert result["chosen"] == expected and result["smallest"] == 99 and result["received"] == 14_000
+        # Two of four devices: half of what is divided, and the norms, which are everywhere, twice.
+        assert result["local bytes"] < 0.6 * result["bytes"]
 
 
-def test_four_processes_serve_one_model(tiny: Callable[..., Path], tmp_path: Path) -> None:
-    """Restored from an Orbax folder, of which each reads its part; requests of process 0; until one is killed."""
-    folder = tiny(num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=1)
-    llm = LLM(str(folder), **OPTIONS | {"enable_prefix_caching": False, "max_num_seqs": 1})
-    expected = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, SamplingParams(**GREEDY))]
-    orbax = convert(str(folder), tmp_path / "orbax").target
-    with processes(slurm, "serve", 4, orbax, tmp_path / "results") as running:
-        files = [tmp_path / f"results.{index}" for index in range(4)]
-        end = time.monotonic() + 500
-        while not all(file.exists() for file in files):
-            ended = [process for process in running if process.poll() is not None]
-            assert not ended and time.monotonic() < end, [process.communicate()[1] for process in ended]
-            time.sleep(0.2)
-        for result in [json.loads(file.read_text()) for file in files]:
-            assert result["tokens"] == result["after wake"] == expected
-            assert result["preemptions"] > 0 and result["prefix hits"] > 0
-            assert result["smallest"] == 97 and result["received"] == 14_000
-            # One device of four: a quarter of what is divided, and the norms, which are everywhere.
-            assert result["local bytes"] < 0.3 * result["bytes"]
-        running[2].send_signal(signal.SIGKILL)  # while all generate
-        assert_all_end([process for process in running if process is not running[2]])
+def test_processes_serve_every_field_of_a_request(small_llm: LLM, tiny: Callable[..., Path], tmp_path: Path) -> None:
+    """Two devices, one a process: grammars, penalties, masks, log probabilities, as alone on one device."""
+    prompts, params = requests()
+    with processes("serve", 2, tiny(), tmp_path / "results") as running:
+        want = [generated(small_llm, [prompt], one)[0] for prompt, one in zip(prompts, params, strict=True)]
+        for process in running:
+            _, errors = process.communicate(timeout=300)
+            assert process.returncode == 0, errors
+    for index in range(2):
+        result = json.loads((tmp_path / f"results.{index}").read_text())
+        assert result["preemptions"] > 0
+        assert_equal(result["outputs"], want)
+    for one, asked in zip(want, params, strict=True):
+        assert (one["logprobs"][0] is not None) == (asked.logprobs is not None)
+        assert (one["prompt_logprobs"] is not None) == (asked.prompt_logprobs is not None)
+    texts = [text for one in want[6:] for _, text, _ in one["outputs"]]
+    assert texts[:1] in ([], ["The sea"], ["Paris"]) and all(set(text) <= set("abc") for text in texts[1:])
 
 
-def test_the_end_of_process_0_ends_the_others(tmp_path: Path) -> None:
-    with processes(open_mpi, "die", 2, tmp_path, tmp_path / "none") as running:
+@pytest.mark.parametrize("victim", [0])  # of another one: test_four_processes
+def test_a_process_that_dies_ends_the_others(tmp_path: Path, victim: int) -> None:
+    with processes("die", 2, tmp_path, tmp_path / "none") as running:
         for process in running:
             assert process.stdout is not None
             while "started" not in (line := process.stdout.readline()):
                 assert line, process.communicate()[1]
-        running[0].send_signal(signal.SIGKILL)
-        assert_all_end(running[1:])
+        running[victim].send_signal(signal.SIGKILL)
+        start = time.monotonic()
+        _, errors = running[1 - victim].communicate(timeout=30)
+        assert running[1 - victim].returncode != 0
+        assert "Terminating process because the JAX distributed service detected fatal errors" in errors, errors
+        assert time.monotonic() - start < 30
 
 
 def test_one_process_needs_no_others() -> None:

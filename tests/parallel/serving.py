@@ -1,11 +1,10 @@
-"""One of several processes that run a model together; started by `test_distributed`.
+"""One of several processes that run an engine together; started by `test_four_processes`.
 
-Arguments: task, checkpoint folder, file for results. Who is who stands in the variables of a cluster manager.
+Arguments: checkpoint folder, file for results. Who is who stands in the variables of a cluster manager.
 """
 
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +27,10 @@ PROMPTS += [PROMPTS[4], PROMPTS[2] + [5]]
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 
 
-def main(task: str, folder: str, results: str) -> None:
+def main(folder: str, results: str) -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 1)
     distributed.start(heartbeat_seconds=4, timeout_seconds=100)
-    if task == "die":
-        print("started", flush=True)
-        while True:  # the others wait in a collective when one is killed, or between two
-            distributed.smallest(1)
-            time.sleep(0.01)
     serve(folder, f"{results}.{jax.process_index()}")
 
 
