@@ -33,8 +33,9 @@ def start(
 ) -> None:
     """Join the processes of this job; `jax.devices()` are those of all of them afterwards.
 
-    Call it before anything else touches a device. Under Slurm, Open MPI, Kubernetes and the like, JAX finds out the
-    arguments by itself; give all three, or none. On CPUs, processes talk through gloo, which comes with JAX.
+    Call it before anything else touches a device. Give the first three arguments, or none of them where a cluster
+    manager tells JAX: Slurm and Open MPI do; Open MPI 5 needs the package mpi4py, Kubernetes the package kubernetes. On
+    CPUs, processes talk through gloo, which comes with JAX.
 
     If a process dies, JAX's coordination service ends all others, with a message about missing heartbeats and exit code
     134 (SIGABRT); nothing hangs.
@@ -43,7 +44,9 @@ def start(
         coordinator: `host:port` of process 0, which all can reach.
         num_processes: how many there are.
         process_id: which one this is, from 0.
-        local_devices: ids of the GPUs that belong to this process, where several share a host; default: all.
+        local_devices: ids of the GPUs of its host that belong to this process. Default: all, if the arguments before it
+            are given; else, as these managers start a process for each GPU, the one of this process's number on its
+            host: with one process for all GPUs of a host, say `range(8)`.
         heartbeat_seconds: after how long without a sign of life a process counts as dead.
         timeout_seconds: how long to wait for the others.
 
@@ -69,6 +72,8 @@ def start(
             heartbeat_timeout_seconds=heartbeat_seconds,
             initialization_timeout=timeout_seconds,
             shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
+            # Otherwise a manager has its say in `local_devices` even where everything else is given.
+            cluster_detection_method=None if missing else "deactivate",
         )
     except ValueError as error:
         raise ValueError(

@@ -114,6 +114,12 @@ def test_arguments_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"process_id=2 must be from 0 to num_processes - 1 = 1"):
         distributed.start("localhost:1234", 2, 2)
 
+    given: list[dict[str, Any]] = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **options: given.append(options))
+    distributed.start()
+    distributed.start("localhost:1234", 2, 0)  # no cluster manager chooses the devices then
+    assert [options["cluster_detection_method"] for options in given] == [None, "deactivate"]
+
     def no_cluster(*_: Any, **__: Any) -> None:
         raise ValueError("coordinator_address should be defined.")
 
