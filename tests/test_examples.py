@@ -1,7 +1,7 @@
 """The examples run as they are."""
 
-import os
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,18 +12,23 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
-def run(name: str, *arguments: str, devices: int = 1) -> str:
-    """What an example prints."""
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / name), *arguments],
-        capture_output=True, text=True, timeout=300, check=False,
-        env={**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs an example in this process, which has imported what it needs; what it and its children print."""
+
+    def run(name: str, *arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        capfd.readouterr()
+        try:
+            runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+        except SystemExit as end:
+            assert not end.code, capfd.readouterr().err
+        return capfd.readouterr().out
+
+    return run
 
 
-def test_train_and_generate() -> None:
+def test_train_and_generate(run: Callable[..., str]) -> None:
     """The reward rises, and the engine copies and compiles nothing."""
     pytest.importorskip("optax")
     printed = run("train_and_generate.py", "6")
@@ -33,13 +38,20 @@ def test_train_and_generate() -> None:
     assert "compiled while training: 0 of the engine's programs" in printed
 
 
-def test_serving_under_a_mesh_and_over_processes(tiny: Callable[..., Path]) -> None:
-    """Two devices of one process, and one device of each of two, say the same."""
+def test_serving_under_a_mesh_and_over_processes(run: Callable[..., str], tiny: Callable[..., Path]) -> None:
+    """Four of eight devices of one process, and one device of each of two, say the same."""
     folder = str(tiny(num_hidden_layers=1))
-    one, two = run("serve_under_mesh.py", folder, devices=2), run("multi_process.py", folder, "2")
+    one, two = run("serve_under_mesh.py", folder), run("multi_process.py", folder, "2")
     said = [line for line in one.splitlines() if " -> " in line]
     assert len(said) == 2 and said == [line for line in two.splitlines() if " -> " in line]
-    assert "(replica 1, model 2), tensor axis 'model'" in one
+    assert "(replica 2, model 4), tensor axis 'model'" in one
+
+
+def test_comparison_with_pytorch(run: Callable[..., str]) -> None:
+    pytest.importorskip("torch")
+    printed = run("compare_with_pytorch.py")
+    assert printed.count(": 20 of 20 equal") == 4 and "on 4 device(s): all tokens are equal" in printed
+    assert all(float(apart) < 1e-4 for apart in re.findall(r"up to (\S+) apart", printed))
 
 
 def test_quickstart(tiny: Callable[..., Path]) -> None:
