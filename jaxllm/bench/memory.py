@@ -52,7 +52,12 @@ def _parser() -> argparse.ArgumentParser:
     names = ", ".join(repr(job.name) for job in memory_cases.jobs())
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {names}; default all")
     parser.add_argument("--seconds", type=float, default=1800, metavar="S", help="all that there are (default 1800)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="keep results as JSON, written anew after every part")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="keep results as JSON, after every part; parts that an earlier run has left there stay",
+    )
     parser.add_argument("--table", type=Path, metavar="FILE", help="measure nothing: the tables of such a file")
     parser.add_argument(
         "--cache", type=Path, metavar="FOLDER", help="of compiled programs; default: one that is empty and thrown away"
@@ -68,7 +73,7 @@ def run(parts: Sequence[str], seconds: float, cache: Path | None, out: Path | No
         parts: names of jobs; all if there are none.
         seconds: all that there are.
         cache: of compiled programs, or None for one that is thrown away.
-        out: file to write them to after every part.
+        out: file to write them to after every part; what it holds of other parts is kept.
 
     Raises:
         ValueError: for an unknown part, or without a GPU whose memory can be read.
@@ -79,7 +84,8 @@ def run(parts: Sequence[str], seconds: float, cache: Path | None, out: Path | No
     if unknown:
         known = ", ".join(job.name for job in jobs)
         raise ValueError(f"unknown part {', '.join(map(repr, unknown))}; known: {known}")
-    results: Result = {"machine": _machine()}
+    before = json.loads(out.read_text(encoding="utf-8")) if out is not None and out.exists() else {}
+    results: Result = before | {"machine": _machine()}
 
     def done(name: str, result: Result) -> None:
         results[name] = result

@@ -18,10 +18,10 @@ from jaxllm.memory.units import GIB
 
 SHAPE = "qwen3-0.6b"
 _WHY = Path(__file__).parents[2] / "examples" / "why_measure.py"
-_FEW: dict[str, Any] = {"max_num_seqs": 256, "max_num_batched_tokens": 2048, "max_model_len": 8192}
-"""An engine with 17 programs, where a default one has 22, whose requests are long enough to fill its cache."""
-_FULL: dict[str, Any] = {"requests": 600, "prompts": (2600, 3900), "outputs": (8, 64), "seconds": 40}
-_LONG: dict[str, Any] = {"requests": 280, "prompts": (5000, 8000), "outputs": (8, 64), "seconds": 40}
+_FEW: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "enable_prefix_caching": False}
+"""An engine with 14 programs, where a default one has 22; its requests share nothing, and so fill the cache."""
+_FULL: dict[str, Any] = {"requests": 550, "prompts": (2600, 3900), "outputs": (8, 48), "seconds": 40}
+_LONG: dict[str, Any] = {"requests": 70, "prompts": (18500, 20400), "outputs": (8, 48), "seconds": 45}
 """Loads that need more blocks than there are."""
 _SOAK: dict[str, Any] = {"max_num_seqs": 1024, "kvcache_block_size": 256, "gpu_memory_utilization": 0.95}
 _SOAKED: dict[str, Any] = {"requests": 1000, "prompts": (1000, 3800), "outputs": (16, 200)}
@@ -47,25 +47,36 @@ def jobs() -> list[Job]:
     """All measurements, the most telling first. Shares are hundredths of the card's memory; 100 is alone on it."""
     made = {
         "budget .99": _life("budget .99", 100, 130, **_FULL, on_device=False, gpu_memory_utilization=0.99),
-        "soak .95": _life("soak .95", 100, 170, **_SOAK, **_SOAKED, seconds=75),
+        "soak .95": _life("soak .95", 100, 190, **_SOAK, **_SOAKED, seconds=90),
         "soak .95 again": _life("soak .95 again", 100, 70, **_SOAK, **_SOAKED | {"requests": 150}, seconds=25),
-        "budget .92": _life("budget .92", 100, 90, **_LONG, **_FEW, kvcache_block_size=16, gpu_memory_utilization=0.92),
+        "budget .92": _life(
+            "budget .92",
+            100,
+            110,
+            **_LONG,
+            **_FEW,
+            max_model_len=20480,
+            kvcache_block_size=32,
+            gpu_memory_utilization=0.92,
+        ),
         "budget .5": _life(
             "budget .5",
             50,
             100,
-            **_LONG | {"prompts": (3000, 6000)},
+            **_LONG | {"prompts": (9500, 10200)},
             **_FEW,
-            kvcache_block_size=32,
+            max_model_len=10240,
+            kvcache_block_size=16,
             gpu_memory_utilization=0.5,
         ),
-        "truth": Job("truth", 30, 120, "truth", {"shape": SHAPE, "gpu_memory_utilization": 0.3}),
+        "truth": Job("truth", 25, 120, "truth", {"shape": SHAPE, "gpu_memory_utilization": 0.25}),
         "together": Job("together", 56, 120, script=together),
         "files": Job("files", 20, 90, script=files),
-        "leaves": Job("leaves", 36, 60, script=partial(neighbour, comes=False)),
-        "comes": Job("comes", 36, 60, script=partial(neighbour, comes=True)),
-        "why": Job("why", 75, 120, script=why),
-        "late": _life("late", 100, 50, **_BESIDE, jax_first=True, gpu_memory_utilization=0.9),
+        "alone": _life("alone", 10, 60, **_BESIDE, gpu_memory_utilization=0.1),
+        "leaves": Job("leaves", 16, 60, script=partial(neighbour, comes=False)),
+        "comes": Job("comes", 16, 60, script=partial(neighbour, comes=True)),
+        "why": Job("why", 30, 120, script=why),
+        "late": _life("late", 77, 50, **_BESIDE, jax_first=True, gpu_memory_utilization=0.9),
         "crowded": Job("crowded", 100, 50, script=crowded),
     }
     for name, (share, (shape, tokens, rows, block, plain)) in TRANSIENTS.items():
@@ -78,8 +89,8 @@ def jobs() -> list[Job]:
 _ORDER = (
     *("budget .99", "soak .95", "soak .95 again", "budget .92"),
     *("budget .5", "14b 32768/512/256", "8b 16384/256/32"),
-    *("truth", "14b 8192/64/16", "0.6b 2048/64/16", "0.6b 32768/1024/256", "8b 2048/512/128"),
-    *("together", "files", "leaves", "comes", "why", "late", "crowded"),
+    *("truth", "files", "alone", "leaves", "comes", "0.6b 2048/64/16", "together", "why", "0.6b 32768/1024/256"),
+    *("late", "8b 2048/512/128", "crowded", "14b 8192/64/16"),
 )
 
 
@@ -119,9 +130,9 @@ def _outcome(life: Result) -> Result:
 
 
 def neighbour(seconds: float, comes: bool) -> Result:
-    """An engine at .3, and a neighbour that takes or gives back 8 GiB when its weights are loaded."""
+    """An engine at .1, and a neighbour that takes or gives back 8 GiB when its weights are loaded."""
     end = time.monotonic() + seconds
-    with Task("hold", size=NEIGHBOUR, late=comes) as other, _beside(0.3) as task:
+    with Task("hold", size=NEIGHBOUR, late=comes) as other, _beside(0.1) as task:
         other.until("waiting" if comes else "holding", 60)
 
         def change() -> None:
@@ -160,8 +171,8 @@ def files(seconds: float) -> Result:
 
 
 def why(seconds: float) -> Result:
-    """`examples/why_measure.py`, whose trials run five at a time."""
-    command = [sys.executable, str(_WHY), "--shape", SHAPE, "--gpu-memory-utilization", "0.15", "--json"]
+    """`examples/why_measure.py`, whose trials run side by side."""
+    command = [sys.executable, str(_WHY), "--shape", SHAPE, "--gpu-memory-utilization", "0.06", "--json"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with subprocess.Popen(
         command,

@@ -157,7 +157,7 @@ def _beside(results: Result) -> Iterator[Verdict]:
         counts[0] == counts[1] if measured else None,
         f"{counts[0]} and {counts[1]}",
     )
-    alone = _of(results, "truth").get("engine")
+    alone = _of(results, "alone").get("blocks")
     for name, claim in (("leaves", "a neighbour that leaves"), ("comes", "a neighbour that comes")):
         blocks = _of(results, name).get("blocks")
         known = alone is not None and blocks is not None

@@ -47,7 +47,8 @@ def results() -> dict[str, Any]:
         "soak .95 again": life(0.95, 90, asked=150, finished=150),
         "truth": {"engine": 985, "largest": 990, "fatal": 1000, "tried": [[985, True], [1000, False], [990, True]]},
         "together": {when: [{"blocks": 7}, {"blocks": 4}] for when in ("together", "in turn")},
-        "leaves": {"blocks": 985}, "comes": {"blocks": 985}, "crowded": {"error": crowd, "neighbour": 7},
+        "alone": {"blocks": 85}, "leaves": {"blocks": 85}, "comes": {"blocks": 85},
+        "crowded": {"error": crowd, "neighbour": 7},
         "files": {name: {"blocks": 60} for name in ("one file", "shards")},
         "late": {"blocks": 55, "notes": ["set XLA_CLIENT_MEM_FRACTION=0.89"]},
         "why": {"trials": [{"name": str(i), "reserve": MB, "blocks": 9, "survives": s} for i, s in enumerate(survive)]},
@@ -74,7 +75,7 @@ def test_every_claim_is_judged() -> None:
         ("soak .95", {"in_use_spread": 2 << 20}, "soak at .95"),
         ("soak .95 again", {"blocks": 89}, "the same number of blocks"),
         ("together", {"in turn": [{"blocks": 7}, {"blocks": 5}]}, "engines at .35"),
-        ("comes", {"blocks": 900}, "a neighbour that comes"),
+        ("comes", {"blocks": 84}, "a neighbour that comes"),
         ("crowded", {"neighbour": 8}, "a neighbour that leaves too little"),
         ("files", {"shards": {"blocks": 61}}, "one safetensors"),
         ("late", {"notes": []}, "JAX's pool"),
@@ -134,8 +135,8 @@ def test_every_job_is_one_that_can_run() -> None:
     assert len(set(names)) == len(names) and {*memory_cases.TRANSIENTS, *LIVES} < set(names)
     for job in jobs:
         assert 0 < job.share <= 100 and (job.task is None) == (job.script is not None)
-        utilization = job.arguments.get("gpu_memory_utilization", 0)
-        assert 100 * utilization <= job.share + 1e-9
+        utilization = 0 if job.name == "late" else job.arguments.get("gpu_memory_utilization", 0)
+        assert 100 * utilization <= job.share + 1e-9  # of "late", JAX has taken 75 % before
         json.dumps(job.arguments)
 
 
