@@ -115,7 +115,8 @@ def _inside(results: Result) -> Iterator[Verdict]:
         life = _of(results, name)
         claim = f"inside the budget at {life.get('utilization', name)}, idle, ready and under load"
         if "used_after" not in life:
-            yield Verdict(claim, None, _brief(life))
+            # An engine that runs out of memory breaks the claim; one that was stopped says nothing.
+            yield Verdict(claim, False if "RESOURCE_EXHAUSTED" in life.get("error", "") else None, _brief(life))
             continue
         most = max(life[key] for key in ("used_idle", "card_ready", "used_most", "card_after"))
         served = life["finished"] == life["asked"]

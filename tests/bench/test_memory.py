@@ -99,6 +99,12 @@ def test_what_was_not_measured_is_said() -> None:
     assert "not above it: **not measured**" in text
 
 
+def test_an_engine_that_runs_out_of_memory_breaks_the_claim() -> None:
+    found = results() | {"budget .99": {"error": "jax: RESOURCE_EXHAUSTED: Out of memory", "utilization": 0.99}}
+    (verdict,) = (verdict for verdict in verdicts(found) if verdict.claim.startswith("inside the budget at 0.99"))
+    assert verdict.holds is False
+
+
 def test_jobs_share_the_card_in_their_order() -> None:
     """None begins before there is room for it, or overtakes another; one that fails does not stop the rest."""
     lock, taken, most, begun = threading.Lock(), [0], [0], []
