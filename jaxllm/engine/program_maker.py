@@ -44,6 +44,9 @@ class ProgramMaker:
     def begin(self, num_blocks: int, shapes: list[StepShape], then: int) -> None:
         """Make the programs that will be measured while the weights are loaded: it takes little memory of the devices.
 
+        They are lowered in this process, decode steps first, which take longer to compile: the others, which are started
+        for the programs that follow, have yet to import what they need.
+
         Args:
             num_blocks: of the KV cache that they are measured with.
             shapes: theirs.
@@ -54,8 +57,8 @@ class ProgramMaker:
         if self._missing(num_blocks, shapes):
             self._lowering.start(len(shapes) + then)
         self._threads = ThreadPoolExecutor(len(shapes))
-        for shape in shapes:
-            self._early[num_blocks, shape] = self._threads.submit(self._compile, num_blocks, shape)
+        for shape in sorted(shapes, key=lambda shape: shape.decode, reverse=True):
+            self._early[num_blocks, shape] = self._threads.submit(self._compile, num_blocks, shape, here=True)
 
     def make(self, num_blocks: int, shape: StepShape) -> jax.stages.Compiled:
         """One program, which may be under way already."""
@@ -75,11 +78,9 @@ class ProgramMaker:
         """End with errors what waits for other processes, and the processes."""
         self._lowering.give_up()
 
-    def _compile(self, num_blocks: int, shape: StepShape) -> jax.stages.Compiled:
-        layout = self._spec.layout
-        return compile_step(
-            self._spec, self._weights, layout, num_blocks, shape, lower=self._lowering.lower, times=self._times
-        )
+    def _compile(self, num_blocks: int, shape: StepShape, here: bool = False) -> jax.stages.Compiled:
+        layout, lower = self._spec.layout, None if here else self._lowering.lower
+        return compile_step(self._spec, self._weights, layout, num_blocks, shape, lower=lower, times=self._times)
 
     def _missing(self, num_blocks: int, shapes: list[StepShape]) -> int:
         layout = self._spec.layout

@@ -192,8 +192,11 @@ def test_what_is_measured_is_made_while_weights_are_loaded(small: Any, monkeypat
     made: list[tuple[int, StepShape]] = []
     loaded = threading.Event()
 
-    def fake(spec: Any, weights: Any, layout: Any, num_blocks: int, shape: StepShape, **_: Any) -> str:
+    here: list[bool] = []
+
+    def fake(spec: Any, weights: Any, layout: Any, num_blocks: int, shape: StepShape, lower: Any, times: Any) -> str:
         made.append((num_blocks, shape))
+        here.append(lower is None)
         loaded.wait()
         return f"{shape.name} for {num_blocks} blocks"
 
@@ -209,7 +212,7 @@ def test_what_is_measured_is_made_while_weights_are_loaded(small: Any, monkeypat
     assert results == [
         f"{s.name} for {n} blocks" for n, s in ((BLOCKS, shapes[0]), (BLOCKS, shapes[1]), (5, shapes[0]))
     ]
-    assert len(made) == 3
+    assert len(made) == 3 and here == [True, True, False]  # worker processes lower those that follow
 
 
 def test_the_first_error_of_a_program_ends_the_others(small: Any) -> None:
