@@ -185,14 +185,15 @@ def _serve(
         for request in made:
             engine.submit(request)
             names.append(request.request_id)
-    start, in_use, least_free = time.perf_counter(), set(), engine.runner.num_blocks
+    start, least_free = time.perf_counter(), engine.runner.num_blocks
+    in_use: list[int] = []
     finished = engine.stats.scheduler.finished
     while engine.has_unfinished_requests() and time.perf_counter() - start < seconds:
         engine.step()
         least_free = min(least_free, engine.stats.scheduler.free_blocks)
         stats = device.memory_stats()
         if stats:
-            in_use.add(stats["bytes_in_use"])
+            in_use.append(stats["bytes_in_use"])
     statistics = engine.stats.scheduler
     for name in names:
         engine.abort_request(name)
@@ -200,12 +201,20 @@ def _serve(
         "asked": len(names),
         "finished": statistics.finished - finished,
         "serve_seconds": round(time.perf_counter() - start, 1),
-        "in_use_spread": max(in_use) - min(in_use) if in_use else None,
+        **_flatness(in_use),
         "steps": statistics.steps,
         "preemptions": statistics.preemptions,
         "least_free_blocks": least_free,
         "compiled_while_serving": engine.stats.compilations_after_ready,
     }
+
+
+def _flatness(in_use: Sequence[int]) -> Result:
+    """How much bytes in use vary from step to step, with the results under way, and grow from one half to the other."""
+    half = len(in_use) // 2
+    if not half:
+        return {"in_use_spread": None, "in_use_growth": None}
+    return {"in_use_spread": max(in_use) - min(in_use), "in_use_growth": max(in_use[half:]) - max(in_use[:half])}
 
 
 def _params(rng: random.Random, vocabulary: int, outputs: Sequence[int], everything: bool) -> SamplingParams:

@@ -44,8 +44,8 @@ class ProgramMaker:
     def begin(self, num_blocks: int, shapes: list[StepShape], then: int) -> None:
         """Make the programs that will be measured while the weights are loaded: it takes little memory of the devices.
 
-        They are lowered in this process, decode steps first, which take longer to compile: the others, which are started
-        for the programs that follow, have yet to import what they need.
+        They are lowered in this process, decode steps first, which take longer to compile: the processes that are
+        started for the programs that follow have yet to import what they need.
 
         Args:
             num_blocks: of the KV cache that they are measured with.

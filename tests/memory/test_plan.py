@@ -132,6 +132,7 @@ COMPILED = [  # temporaries of the larger program, compiled for an H200 with the
     ("qwen3-0.6b", 32768, 1024, 1_321_467_024),
     ("qwen3-8b", 16384, 256, 805_444_232),
     ("qwen3-8b", 2048, 512, 674_859_912),
+    ("qwen3-14b", 8192, 64, 490_831_000),
     ("qwen3-14b", 32768, 512, 1_862_507_400),
 ]
 
