@@ -1,4 +1,4 @@
-"""Attention of one query token per row over a paged KV cache."""
+"""Attention of one query token per row, or of up to four, over a paged KV cache."""
 
 from kernels_pallas.paged_decode.config import DecodeConfig
 from kernels_pallas.paged_decode.mosaic_gpu import paged_decode, paged_decode_write

@@ -15,7 +15,8 @@ from kernels_pallas.paged_decode.config import DecodeConfig
 from kernels_pallas.paged_decode.merge import count_down, merge_pieces
 from kernels_pallas.paged_decode.plan import FIELDS
 from kernels_pallas.paged_decode.queries import PARTS, join_parts, split_queries
-from kernels_pallas.paged_decode.window import window_start, write_group
+from kernels_pallas.paged_decode.several_tokens import as_last_token_sees, finite_maximum, gather_queries
+from kernels_pallas.paged_decode.window import window_start, write_groups
 from kernels_pallas.warpgroup import Ref, convert, product, zero_rows
 
 
@@ -24,13 +25,15 @@ class DecodeShape:
     """The static sizes the kernel is specialised for.
 
     `kv_dtype` is the cache's; `dtype` that of V and its weights when they are multiplied: the same, or float16 for a
-    quantized cache, which holds every float8 exactly. `cut` is the plan's. `writes` says that the newest token of each
-    row is not in its page yet, `in_order` that thread blocks run one after another, as they do in the interpreter.
+    quantized cache, which holds every float8 exactly. `cut` is the plan's. `tokens` are those with queries in each row,
+    its last ones. `writes` says that the newest token of each row is not in its page yet, `in_order` that thread blocks
+    run one after another, as they do in the interpreter.
     """
 
     kv: KVLayout
     config: DecodeConfig
     group: int
+    tokens: int
     window: int
     query_rows: int
     scale_log2: float
@@ -70,7 +73,7 @@ class DecodeShape:
             plgpu.SMEM((window,), jnp.float32),
             barrier,
             barrier,
-            plgpu.Barrier(),
+            plgpu.Barrier(num_arrivals=self.tokens),
             *(quantized if self.quantized else (None, None)),
             *(
                 (plgpu.SMEM((2, head_dim), self.kv_dtype), plgpu.Barrier(num_arrivals=2))
@@ -87,7 +90,7 @@ class _Scratch(NamedTuple):
     v: Ref
     q: Ref  # [window, head_dim]; not of a quantized cache
     p: Ref  # [window, step]
-    out: Ref  # [window, head_dim], row-major; where queries become float8, first theirs
+    out: Ref  # [window, head_dim], row-major; first the queries of several tokens, or those that become float8
     words: Ref  # [window]: scales of the queries, then the count of pieces
     k_loaded: Ref
     v_loaded: Ref
@@ -128,9 +131,15 @@ def decode_kernel(
     begin = (item - first) * piece
     end = jnp.minimum(begin + piece, context)
     steps = pl.cdiv(end - begin, step)
-    first_row = (token * layout.kv_heads + head) * shape.group
-    start = pl.multiple_of(window_start(first_row, window, shape.query_rows), 8)
+    first_row = (token * shape.tokens * layout.kv_heads + head) * shape.group
+    start = first_row
+    if shape.tokens == 1:
+        start = pl.multiple_of(window_start(first_row, window, shape.query_rows), 8)
     first_page = layout.first_page(layer_ref[0]) + head
+
+    def groups_of(ref: Ref) -> list[Ref]:
+        """The rows of `ref` that are the group's heads, for each of the row's tokens."""
+        return [ref.at[pl.ds(first_row + t * layout.kv_heads * shape.group, shape.group)] for t in range(shape.tokens)]
 
     def pages_of(index: jax.Array) -> list[jax.Array]:
         """Pages of K of one step. Table entries beyond the context are garbage: the last valid one is read again."""
@@ -191,8 +200,11 @@ def decode_kernel(
         if newest_refs is not None:
             pl.when(has_newest)(write_newest)
         queries = scratch.out if shape.quantized else scratch.q
-        plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(start, window)], queries, scratch.q_loaded)
-        plgpu.barrier_wait(scratch.q_loaded)
+        if shape.tokens == 1:
+            plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(start, window)], queries, scratch.q_loaded)
+            plgpu.barrier_wait(scratch.q_loaded)
+        else:
+            gather_queries(groups_of(q_ref), scratch.out, scratch.q, scratch.q_loaded)
         score_scale, value_scale = shape.scale_log2, 1.0
         if scales_ref is not None:
             split_queries(queries, scratch.q_parts, scratch.words)
@@ -206,7 +218,8 @@ def decode_kernel(
             following = index + stages
             # Read now what the next copies need, so that its latency hides behind this step.
             pages = pages_of(jnp.minimum(following, steps - 1))
-            remaining = end - begin - index * step
+            # A piece but its row's last is of whole steps, so that only the context's end matters.
+            remaining = context - begin - index * step
 
             def refill(load: Any) -> None:
                 pl.when(following < steps)(lambda: load(following, pages))
@@ -216,16 +229,19 @@ def decode_kernel(
             if shape.quantized:
                 scores = join_parts(scores, scratch.words)
             token_in_step = plgpu.broadcasted_iota(jnp.int32, (step, window), 0, layout=plgpu.Layout.WGMMA)
+            if shape.tokens > 1:
+                token_in_step = as_last_token_sees(token_in_step, shape.group, shape.tokens)
             scores = jnp.where(token_in_step < remaining, scores * score_scale, -jnp.inf)
             new_highest = jnp.maximum(highest, scores.max(axis=0))
+            subtracted = new_highest if shape.tokens == 1 else finite_maximum(new_highest)
             if shape.writes:
                 # Its own write, which was begun before the first step, must have arrived.
                 last_is_next = jnp.logical_and(has_newest, following == steps - 1)
                 pl.when(last_is_next)(lambda: plgpu.wait_smem_to_gmem(0))
             refill(load_k)
 
-            shrink = jnp.exp2(highest - new_highest)
-            weights = jnp.exp2(scores - lax.broadcast_in_dim(new_highest, scores.shape, [1]))
+            shrink = jnp.exp2(highest - subtracted)
+            weights = jnp.exp2(scores - lax.broadcast_in_dim(subtracted, scores.shape, [1]))
             # Summed over a thread's own tokens only; the sum across threads waits until the end.
             weight_sum = weight_sum * lax.broadcast_in_dim(shrink, scores.shape, [1]) + weights
             scratch.p.transpose((1, 0))[...] = weights.astype(shape.dtype)
@@ -264,7 +280,7 @@ def decode_kernel(
         lse = highest + jnp.log2(total)
 
         def write(result: jax.Array, lse: jax.Array) -> None:
-            write_group(result, scratch.out, out_ref, first_row, start, shape.group)
+            write_groups(result, scratch.out, groups_of(out_ref), first_row - start)
             lse_ref[row * layout.kv_heads + head] = lse
 
         if pieces_ref is None or piece_lse_ref is None:

@@ -72,7 +72,7 @@ def merge_pieces(
         `[head_dim, window]` and `[window]`, float32.
     """
     _, head_dim, window = pieces_ref.shape
-    at_once = min(8, REGISTERS_FOR_PIECES // (head_dim * window // 128))
+    at_once = max(1, min(8, REGISTERS_FOR_PIECES // (head_dim * window // 128)))
     by_column = plgpu.Layout.WGMMA.reduce(0)
 
     def body(turn: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:

@@ -23,6 +23,7 @@ from kernels_pallas.hopper import LOG2_E, OPERAND_ALIGNMENT, KVLayout, check_att
 from kernels_pallas.paged_decode.config import DecodeConfig, reduction_scratch
 from kernels_pallas.paged_decode.kernel import DecodeShape, decode_kernel
 from kernels_pallas.paged_decode.plan import DecodePlan, plan_decode
+from kernels_pallas.paged_decode.several_tokens import MAX_TOKENS, select_token_heads
 from kernels_pallas.paged_decode.tuned import tuned_config
 from kernels_pallas.paged_decode.window import padded_query_rows, select_heads, window_rows
 from kernels_pallas.warpgroup import Ref
@@ -31,7 +32,7 @@ QUANTIZED_DTYPES = (jnp.float8_e4m3fn,)
 
 
 def paged_decode(
-    q: Float[Array, "rows heads head_dim"],
+    q: Float[Array, "rows *tokens heads head_dim"],
     kv: Float[Array, "layers 2 num_blocks kv_heads block_size head_dim"],
     layer: int | Int32[Array, ""],
     block_tables: Int32[Array, "rows max_blocks"],
@@ -43,11 +44,15 @@ def paged_decode(
     plan: DecodePlan | None = None,
     config: DecodeConfig | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
-) -> tuple[Float[Array, "rows heads head_dim"], Float[Array, "rows heads"]]:
+) -> tuple[Float[Array, "rows *tokens heads head_dim"], Float[Array, "rows *tokens heads"]]:
     """softmax(scale * q K^T) V over the first `context_lens[r]` tokens of row r's pages.
 
+    With several tokens a row each sees the context up to itself: token t of `tokens`, at position
+    `context_lens[r] - tokens + t`, its first `context_lens[r] - tokens + t + 1` tokens. A row that has fewer than
+    `tokens` has them last.
+
     Args:
-        q: one query per row, bfloat16 or float16, at the last position of its context.
+        q: one query per row, bfloat16 or float16, at the last position of its context; or of 1 to 4 tokens, the last.
         kv: the whole KV array, in q's dtype or float8_e4m3fn; of `layer`, only pages that contexts cover are read.
         layer: index of the layer.
         block_tables: entries beyond a row's context may hold anything.
@@ -65,12 +70,20 @@ def paged_decode(
     Raises:
         ValueError: for shapes, dtypes or configurations the kernel cannot run.
     """
-    plan = _checked_plan(q, kv, block_tables, context_lens, plan, config)
+    tokens = q.shape[1] if q.ndim == 4 else 1
+    if not 1 <= tokens <= MAX_TOKENS:
+        raise ValueError(
+            f"q has shape {q.shape}, {tokens} tokens a row; the decode kernel computes 1 to {MAX_TOKENS}. "
+            "Use ragged_prefill."
+        )
+    flat = q.reshape(-1, *q.shape[2:]) if q.ndim == 4 else q
+    plan = _checked_plan(flat, kv, block_tables, context_lens, plan, config)
     scales = jnp.stack([jnp.asarray(k_scale, jnp.float32), jnp.asarray(v_scale, jnp.float32)])
     out, lse, _ = _paged_decode(
-        q, kv, None, jnp.asarray(layer, jnp.int32), block_tables, plan, scales, scale=scale, interpret=interpret
-    )
-    return out, lse
+        flat, kv, None, jnp.asarray(layer, jnp.int32), block_tables, plan, scales,
+        scale=scale, interpret=interpret, tokens=tokens,
+    )  # fmt: skip
+    return out.reshape(q.shape), lse.reshape(q.shape[:-1])
 
 
 def paged_decode_write(
@@ -147,7 +160,7 @@ def _checked_plan(
     """The given plan or a new one; ValueError for arguments the kernel cannot run."""
     layout = check_attention_arguments(q, kv, QUANTIZED_DTYPES)
     if plan is None:
-        config = config or tuned_config(layout.head_dim, rows=q.shape[0], kv_heads=layout.kv_heads)
+        config = config or tuned_config(layout.head_dim, rows=context_lens.shape[0], kv_heads=layout.kv_heads)
         max_context = block_tables.shape[1] * layout.block_size
         plan = plan_decode(context_lens, kv_heads=layout.kv_heads, max_context=max_context, config=config)
     if not plan.complete:
@@ -155,7 +168,7 @@ def _checked_plan(
     return plan
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "interpret"))
+@functools.partial(jax.jit, static_argnames=("scale", "interpret", "tokens"))
 def _paged_decode(
     q: jax.Array,
     kv: jax.Array,
@@ -167,17 +180,25 @@ def _paged_decode(
     *,
     scale: float,
     interpret: plgpu.InterpretGPUParams | None,
+    tokens: int = 1,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Both of checked arguments: under its own `jit`, all layers of a program share one lowering."""
+    """Both of checked arguments: under its own `jit`, all layers of a program share one lowering.
+
+    `q` is `[rows * tokens, heads, head_dim]`.
+    """
     heads, group = q.shape[1], q.shape[1] // kv.shape[3]
     layout = KVLayout.of(kv)
     pages = kv.reshape(layout.pages, layout.block_size, layout.head_dim)
     written = None if newest is None else jax.new_ref(pages)
     out, lse, query_rows = decode_rows(
         q, kv, layer, block_tables, plan,
-        scale=scale, scales=scales, into=None, interpret=interpret, written=written, newest=newest
+        scale=scale, scales=scales, into=None, interpret=interpret, written=written, newest=newest,
+        row_tokens=tokens,
     )  # fmt: skip
-    lse = select_heads(lse, heads=heads, group=group, query_rows=query_rows)
+    if tokens == 1:
+        lse = select_heads(lse, heads=heads, group=group, query_rows=query_rows)
+    else:
+        lse = select_token_heads(lse, kv_heads=layout.kv_heads, group=group, tokens=tokens)
     return out.reshape(q.shape), lse, None if written is None else written[...].reshape(kv.shape)
 
 
@@ -194,6 +215,7 @@ def decode_rows(
     interpret: plgpu.InterpretGPUParams | None,
     written: Ref | None = None,
     newest: tuple[jax.Array, jax.Array] | None = None,
+    row_tokens: int = 1,
 ) -> tuple[Float[Array, "query_rows head_dim"], Float[Array, "groups window"], int]:
     """Attention of the rows of a plan, whose tokens may lie among others: the common part of decode and mixed steps.
 
@@ -209,6 +231,7 @@ def decode_rows(
         interpret: as there.
         written: the pages of `kv`, if the newest token of each row is to be written first.
         newest: K and V of these tokens, `[tokens, kv_heads, head_dim]`.
+        row_tokens: query tokens of each row, if it is several: those of row r begin at `row_tokens * r`.
 
     Returns:
         Outputs by token and head, log-sum-exp windows (base 2) by row and KV head, and the rows of the query array.
@@ -216,17 +239,18 @@ def decode_rows(
     layout = check_attention_arguments(q, kv, QUANTIZED_DTYPES)
     tokens, heads, head_dim = q.shape
     group = heads // layout.kv_heads
-    window = window_rows(group)
+    window = window_rows(group) if row_tokens == 1 else -(-row_tokens * group // 8) * 8
     plan.config.check(head_dim=head_dim, window=window, block_size=layout.block_size, kv_itemsize=kv.dtype.itemsize)
     dtype = q.dtype if kv.dtype == q.dtype else jnp.dtype(jnp.float16)
     queries = q.reshape(tokens * heads, head_dim)
     # A window is read as whole 8-row tiles: the last one must lie inside the array.
-    padding = padded_query_rows(queries.shape[0], window) - queries.shape[0]
+    padding = padded_query_rows(queries.shape[0], window) - queries.shape[0] if row_tokens == 1 else 0
     queries = jnp.pad(queries, ((0, padding), (0, 0))) if padding else queries
     shape = DecodeShape(
         kv=layout,
         config=plan.config,
         group=group,
+        tokens=row_tokens,
         window=window,
         query_rows=queries.shape[0],
         scale_log2=scale * LOG2_E,

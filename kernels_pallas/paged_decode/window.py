@@ -1,5 +1,6 @@
 """Where a group of query heads lies in the flat array of query rows, and how its results are written."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -31,16 +32,16 @@ def padded_query_rows(query_rows: int, window: int) -> int:
     return max(-(-query_rows // 8) * 8, window)
 
 
-def write_group(
-    result: jax.Array, out_tile: Ref, out_ref: Ref, first_row: jax.Array, start: jax.Array, group: int
-) -> None:
-    """Write the group's columns of `result` (`[head_dim, window]`, float32) to its rows of `out_ref`.
+def write_groups(result: jax.Array, out_tile: Ref, groups: Sequence[Ref], offset: int | jax.Array) -> None:
+    """Write columns of `result` (`[head_dim, window]`, float32), from `offset` on, to the rows of each group in turn.
 
     Through row-major shared memory, whose rows TMA can slice anywhere; the window's other rows are other groups'.
     """
     out_tile.transpose((1, 0))[...] = plgpu.layout_cast(result.astype(out_tile.dtype), plgpu.Layout.WGMMA)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(out_tile.at[pl.ds(first_row - start, group)], out_ref.at[pl.ds(first_row, group)])
+    for index, group in enumerate(groups):
+        size = group.shape[0]
+        plgpu.copy_smem_to_gmem(out_tile.at[pl.ds(offset + index * size, size)], group)
     plgpu.wait_smem_to_gmem(0)
 
 

@@ -88,11 +88,13 @@ def solve(case: Case) -> tuple[np.ndarray, np.ndarray]:
         scores = np.einsum("thd,hcd->thc", q[begin:end], keys, optimize=True) * case.scale
         visible = positions <= length - (end - np.arange(begin, end))[:, None]
         scores = np.where(visible[:, None], scores, -np.inf)
+        seen = slice(max(end - length, begin), end)  # a row may have more tokens than context
+        scores = scores[seen.start - begin :]
         highest = scores.max(axis=2, keepdims=True)
         weights = np.exp(scores - highest)
         total = weights.sum(axis=2, keepdims=True)
-        lse[begin:end] = (highest + np.log(total))[..., 0]
-        out[begin:end] = np.einsum("thc,hcd->thd", weights / total, values, optimize=True)
+        lse[seen] = (highest + np.log(total))[..., 0]
+        out[seen] = np.einsum("thc,hcd->thd", weights / total, values, optimize=True)
     return out, lse
 
 

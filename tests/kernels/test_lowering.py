@@ -42,6 +42,18 @@ def test_attention_lowers(head_dim, group, block_size, dtype, tokens):
     assert text.count("@mosaic_gpu_v2") == 2  # prefill, and rows of one token as above
 
 
+@pytest.mark.parametrize(("head_dim", "group", "kv_dtype"), [(64, 3, jnp.float8_e4m3fn), (256, 16, jnp.bfloat16)])
+def test_decode_of_several_tokens_lowers(head_dim, group, kv_dtype):
+    text = lower(
+        lambda q, kv, tables, lens: paged_decode(q, kv, 0, tables, lens, scale=1.0),
+        ((5, 4, 2 * group, head_dim), jnp.bfloat16),
+        ((1, 2, 50, 2, 64, head_dim), kv_dtype),
+        ((5, 20), jnp.int32),
+        ((5,), jnp.int32),
+    )
+    assert text.count("@mosaic_gpu_v2") == 1
+
+
 def test_whole_rows_need_one_kernel():
     config = DecodeConfig(min_piece=2048)
     text = lower(

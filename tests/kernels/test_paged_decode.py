@@ -65,6 +65,43 @@ def test_equals_float64(name, execute):
     assert_solves(case, out, lse)
 
 
+# Tokens, sizes and configuration. A step ends between a row's tokens (64 to 66), a piece holds but the last of them
+# (129 and 193), and a row has fewer than there are (1 to 3).
+SEVERAL = {
+    "lengths, shared pages": (4, dict(context_lens=[0, 1, 3, 64, 65, 66], shared_blocks=2), WHOLE),
+    "cut, no group, head_dim 64": (2, dict(context_lens=[193, 1, 129], heads=2, head_dim=64, block_size=64), CUT),
+    "group of 5": (3, dict(context_lens=[33, 2], heads=10), WHOLE),
+    "group of 16, head_dim 256, cut": (
+        4,
+        dict(context_lens=[130], heads=16, kv_heads=1, head_dim=256, block_size=128),
+        CUT,
+    ),
+    "float8": (4, dict(context_lens=[2, 130], heads=6, kv_dtype=ml_dtypes.float8_e4m3fn), CUT),
+}
+
+
+def several(name: str) -> tuple[Case, tuple, DecodeConfig]:
+    """A case of several tokens a row, the arguments with the tokens in a dimension of their own, and the config."""
+    tokens, sizes, config = SEVERAL[name]
+    rows = len(sizes["context_lens"])
+    case = make_case(**sizes, q_lens=[tokens] * rows)
+    q, *others = arguments(case)
+    return case, (q.reshape(rows, tokens, *q.shape[1:]), *others), config
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_several_tokens_equal_float64(name, execute):
+    case, args, config = several(name)
+    out, lse = execute(paged_decode, *args, scale=case.scale, config=config)
+    assert_solves(case, out.reshape(case.q.shape), lse.reshape(case.q.shape[:2]))
+
+
+def test_reference_of_several_tokens_equals_float64():
+    case, args, _ = several("lengths, shared pages")
+    out, lse = paged_decode_reference(*args, scale=case.scale)
+    assert_solves(case, out.reshape(case.q.shape), lse.reshape(case.q.shape[:2]))
+
+
 QUANTIZED = {
     "lengths": (dict(context_lens=[0, 1, 64, 90], heads=4), WHOLE),
     "cut, head_dim 64": (dict(context_lens=[200, 15], heads=3, kv_heads=1, head_dim=64, block_size=64), CUT),
@@ -117,13 +154,15 @@ def test_reference_equals_float64(name):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 2, 4])
 @pytest.mark.parametrize("seed", range(8))
-def test_random_cases(seed):
+def test_random_cases(seed, tokens):
     rng = np.random.default_rng(seed)
     rows, kv_heads = int(rng.integers(1, 40)), int(rng.choice([1, 2, 8]))
     lengths = np.exp(rng.uniform(0, np.log(5000), rows)).astype(int) * (rng.random(rows) > 0.1)
     case = make_case(
         lengths,
+        q_lens=[tokens] * rows,
         heads=kv_heads * int(rng.choice([1, 2, 4, 5, 7, 8])),
         kv_heads=kv_heads,
         head_dim=int(rng.choice([64, 128, 256])),
@@ -132,7 +171,9 @@ def test_random_cases(seed):
         seed=seed,
     )
     call = jax.jit(lambda *args: paged_decode(*args, scale=case.scale))
-    assert_solves(case, *call(*arguments(case)))
+    q, *others = arguments(case)
+    out, lse = call(q if tokens == 1 else q.reshape(rows, tokens, *q.shape[1:]), *others)
+    assert_solves(case, out.reshape(case.q.shape), lse.reshape(case.q.shape[:2]))
 
 
 @pytest.mark.gpu
@@ -206,6 +247,8 @@ def test_refuses_what_it_cannot_run():
         call(q[:, :3], kv)
     with pytest.raises(ValueError, match="bytes of shared memory; a thread block has"):
         call(q, kv, config=DecodeConfig(stages=9))
+    with pytest.raises(ValueError, match="5 tokens a row; the decode kernel computes 1 to 4"):
+        call(jnp.tile(q[:, None], (1, 5, 1, 1)), kv)
     with pytest.raises(ValueError, match="block_size is 12; expected"):
         call(q, kv[..., :12, :])
     with pytest.raises(ValueError, match="stages is 1; expected 2 or more"):
