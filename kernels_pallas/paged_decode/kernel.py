@@ -15,7 +15,7 @@ from kernels_pallas.paged_decode.config import DecodeConfig
 from kernels_pallas.paged_decode.merge import count_down, merge_pieces
 from kernels_pallas.paged_decode.plan import FIELDS
 from kernels_pallas.paged_decode.queries import PARTS, join_parts, split_queries
-from kernels_pallas.paged_decode.several_tokens import as_last_token_sees, finite_maximum, gather_queries
+from kernels_pallas.paged_decode.several_tokens import as_last_token_sees, finite_maximum, load_groups, tile_queries
 from kernels_pallas.paged_decode.window import window_start, write_groups
 from kernels_pallas.warpgroup import Ref, convert, product, zero_rows
 
@@ -193,18 +193,21 @@ def decode_kernel(
 
     @pl.when(items > 0)
     def _() -> None:
+        queries = scratch.out if shape.quantized else scratch.q
+        # Before the tiles of K and V: behind them it would keep the first product, and the next loads, waiting.
+        if shape.tokens == 1:
+            plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(start, window)], queries, scratch.q_loaded)
+        else:
+            load_groups(groups_of(q_ref), scratch.out, scratch.q_loaded)
         if newest_refs is not None:
             pl.when(has_newest)(functools.partial(load_newest, newest_refs))
         for index in range(stages):
             pl.when(index < before_newest)(functools.partial(load_both, jnp.int32(index)))
         if newest_refs is not None:
             pl.when(has_newest)(write_newest)
-        queries = scratch.out if shape.quantized else scratch.q
-        if shape.tokens == 1:
-            plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(start, window)], queries, scratch.q_loaded)
-            plgpu.barrier_wait(scratch.q_loaded)
-        else:
-            gather_queries(groups_of(q_ref), scratch.out, scratch.q, scratch.q_loaded)
+        plgpu.barrier_wait(scratch.q_loaded)
+        if shape.tokens > 1 and not shape.quantized:
+            tile_queries(scratch.out, scratch.q)
         score_scale, value_scale = shape.scale_log2, 1.0
         if scales_ref is not None:
             split_queries(queries, scratch.q_parts, scratch.words)

@@ -19,19 +19,20 @@ MAX_TOKENS = 4
 """Query tokens a row may have: with a group of 16 the scores and sums of 64 columns fill the registers."""
 
 
-def gather_queries(groups: Sequence[Ref], rows: Ref, q: Ref | None, loaded: Ref) -> None:
-    """Load each token's group of query rows into `rows [window, head_dim]`, and into `q` in the layout wgmma reads.
+def load_groups(groups: Sequence[Ref], rows: Ref, loaded: Ref) -> None:
+    """Start to load each token's group of query rows into row-major `rows [window, head_dim]`.
 
-    A group of heads may be any number of rows, and copies of tiled shared memory are of 8: hence the detour. Without
-    `q` they stay where they are. `loaded` is a barrier of as many arrivals as there are groups.
+    `loaded` is a barrier of as many arrivals as there are groups.
     """
     for index, source in enumerate(groups):
         size = source.shape[0]
         plgpu.copy_gmem_to_smem(source, rows.at[pl.ds(index * size, size)], loaded)
-    plgpu.barrier_wait(loaded)
-    if q is not None:
-        q[...] = plgpu.load(rows, layout=LAYOUT, optimized=False)
-        plgpu.commit_smem()
+
+
+def tile_queries(rows: Ref, q: Ref) -> None:
+    """Copy queries to the layout wgmma reads. TMA cannot: a group is any number of rows, and tiles are of 8."""
+    q[...] = plgpu.load(rows, layout=LAYOUT, optimized=False)
+    plgpu.commit_smem()
 
 
 def as_last_token_sees(position: jax.Array, group: int, tokens: int) -> jax.Array:
