@@ -6,9 +6,10 @@ Needs an NVIDIA Hopper GPU. `--quick` measures a few shapes of each kernel, `--t
 import argparse
 import functools
 import json
+import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from kernels_pallas.kv_write import WriteConfig
 from kernels_pallas.kv_write import bench as kv_write
 from kernels_pallas.paged_decode import DecodeConfig
 from kernels_pallas.paged_decode import bench as paged_decode
+from kernels_pallas.paged_decode import points as decode_points
 from kernels_pallas.ragged_prefill import PrefillConfig
 from kernels_pallas.ragged_prefill import bench as ragged_prefill
 from kernels_pallas.rope_write import bench as rope_write
@@ -26,11 +28,7 @@ from kernels_pallas.swiglu import bench as swiglu
 from kernels_pallas.timing import copy_bandwidth, matmul_rate
 
 QUICK = (
-    (
-        *(paged_decode.Point(*shape) for shape in ((1, 32768), (8, 1024), (256, 768), (512, 1024))),
-        paged_decode.Point(256, ("uniform", 2048)),
-        paged_decode.QUANTIZED[3],
-    ),
+    decode_points.QUICK,
     ragged_prefill.POINTS[:7],
     kv_write.POINTS[1:2],
     small_batch.QUICK,
@@ -39,7 +37,7 @@ QUICK = (
     interlayer.QUICK,
 )
 FULL = (
-    paged_decode.GRID + paged_decode.GROUPS + paged_decode.RAGGED + paged_decode.OTHERS + paged_decode.QUANTIZED,
+    decode_points.FULL,
     ragged_prefill.POINTS,
     kv_write.POINTS,
     small_batch.POINTS,
@@ -49,7 +47,7 @@ FULL = (
 )
 TUNE = (
     tuple(
-        paged_decode.Point(256, 1024, kv_dtype=dtype, cudnn=False, config=config)
+        decode_points.Point(256, 1024, kv_dtype=dtype, cudnn=False, config=config)
         for dtype in ("bfloat16", "float8_e4m3fn")
         for config in (
             DecodeConfig(step=64, stages=2, min_piece=1024),
@@ -58,7 +56,7 @@ TUNE = (
         )
     )
     + tuple(
-        paged_decode.Point(rows, lengths, cudnn=False, config=DecodeConfig(target_items=items, min_piece=piece))
+        decode_points.Point(rows, lengths, cudnn=False, config=DecodeConfig(target_items=items, min_piece=piece))
         for rows, lengths, piece in ((256, ("log-uniform", 32768), 1024), (64, 4096, 1024), (8, 4096, 128))
         for items in (396, 792, 1584)
     ),
@@ -95,23 +93,29 @@ KERNELS = (
 )
 
 
-def run(selection: str, kernels: Sequence[str] = KERNELS, tell: Callable[[str], None] = print) -> dict[str, Any]:
+def run(
+    selection: str,
+    kernels: Sequence[str] = KERNELS,
+    tell: Callable[[str], None] = print,
+    limit: float = math.inf,
+) -> dict[str, Any]:
     """Measure a selection of shapes.
 
     Args:
         selection: "quick" for a few shapes of each kernel, "full" for all, "tune" for several tuning parameters.
         kernels: which kernels.
-        tell: called with a line for each shape as soon as it is measured.
+        tell: called with a line for each result as soon as it is measured.
+        limit: seconds for each kernel; what was not measured by then is left out, which is told.
 
     Returns:
         The device, the ceilings of this run (bytes and floating-point operations a second), and for each kernel a list
-        of results by name of column; ready for JSON.
+        of results by name of column, one for each shape; ready for JSON.
     """
     copy, matmul = copy_bandwidth(), matmul_rate()
     device = jax.devices()[0].device_kind
     tell(f"{device}: copy {copy / 1e12:.2f} TB/s, matmul {matmul / 1e12:.0f} TFLOP/s")
     decode, prefill, write, small, rope, gated, between = SELECTIONS[selection]
-    measured: dict[str, Iterator[dict[str, Any]]] = {
+    measured: dict[str, Generator[dict[str, Any]]] = {
         "paged_decode": paged_decode.measure(decode, copy),
         "ragged_prefill": ragged_prefill.measure(prefill, matmul),
         "kv_write": kv_write.measure(write, copy),
@@ -123,14 +127,24 @@ def run(selection: str, kernels: Sequence[str] = KERNELS, tell: Callable[[str], 
     results: dict[str, Any] = {"device": device, "copy": copy, "matmul": matmul}
     for name in kernels:
         begin = time.perf_counter()
-        results[name] = []
+        by_point: dict[str, dict[str, Any]] = {}
         tell(name)
         for result in measured[name]:
-            results[name].append(result)
-            numbers = [f"{key} {value:.4g}" for key, value in result.items() if key != "point"]
-            tell(f"  {result['point']:32s} {', '.join(numbers)}")
+            point = str(result["point"])
+            by_point.setdefault(point, {}).update(result)
+            columns = [f"{key} {_shown(value)}" for key, value in result.items() if key != "point"]
+            tell(f"  {point:32s} {', '.join(columns)}")
+            if time.perf_counter() - begin > limit:
+                tell(f"  stopped after {limit:.0f} s")
+                measured[name].close()
+                break
+        results[name] = list(by_point.values())
         tell(f"  ({time.perf_counter() - begin:.0f} s)")
     return results
+
+
+def _shown(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:.4g}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -140,13 +154,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="a few shapes of each kernel")
     parser.add_argument("--tune", action="store_true", help="several tuning parameters instead of many shapes")
     parser.add_argument("--kernel", choices=KERNELS, help="only this kernel")
+    parser.add_argument("--limit", type=float, default=math.inf, help="seconds for each kernel, then stop")
     arguments = parser.parse_args(argv)
     if jax.default_backend() != "gpu":
         print(f"the default device is {jax.default_backend()}; this benchmark needs an NVIDIA GPU", file=sys.stderr)
         return 2
     selection = "tune" if arguments.tune else "quick" if arguments.quick else "full"
     kernels = KERNELS if arguments.kernel is None else (arguments.kernel,)
-    results = run(selection, kernels, functools.partial(print, flush=True))
+    results = run(selection, kernels, functools.partial(print, flush=True), arguments.limit)
     if arguments.json:
         with open(arguments.json, "w") as file:
             json.dump(results, file, indent=1)

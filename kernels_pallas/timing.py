@@ -1,6 +1,7 @@
 """Timing of kernels on the device at hand, and the ceilings they are held against."""
 
 import functools
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -44,28 +45,36 @@ def repeated(call: Callable[..., jax.Array], times: int) -> Callable[..., jax.Ar
 
 def random_array(shape: tuple[int, ...], dtype: Any, seed: int = 0) -> jax.Array:
     """Normal random numbers, a block of 32 Mi repeated: zeros would run faster than real data does."""
-    size = 1
-    for dimension in shape:
-        size *= dimension
+    size = math.prod(shape)
     period = min(size, 32 * 2**20)
-    block = jax.jit(lambda: jax.random.normal(jax.random.key(seed), (period,), jnp.float32).astype(dtype))()
+    return _tiled(_normal(seed, period, jnp.dtype(dtype)), shape)
+
+
+@functools.partial(jax.jit, static_argnames=("size", "dtype"))
+def _normal(seed: int, size: int, dtype: Any) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), (size,), jnp.float32).astype(dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("shape",))
+def _tiled(block: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    size, period = math.prod(shape), block.size
     copies = -(-size // period)
-    return jax.jit(lambda block: jnp.broadcast_to(block, (copies, period)).reshape(-1)[:size].reshape(shape))(block)
+    return jnp.broadcast_to(block, (copies, period)).reshape(-1)[:size].reshape(shape)
 
 
 def copy_bandwidth(gigabytes: float = 4.0) -> float:
     """Bytes a second, read plus written, of elementwise passes from one large array to another."""
     x = random_array((int(gigabytes * 2**30) // 2,), jnp.bfloat16).view(jnp.uint32)
-    return 2 * x.nbytes / _seconds_in_a_queue(jax.jit(lambda x: x ^ jnp.uint32(1)), x)
+    return 2 * x.nbytes / seconds_in_a_queue(jax.jit(lambda x: x ^ jnp.uint32(1)), x)
 
 
 def matmul_rate(size: int = 8192) -> float:
     """Floating-point operations a second of a large bfloat16 matrix product on random numbers."""
     a, b = (random_array((size, size), jnp.bfloat16, seed) for seed in (0, 1))
-    return 2 * size**3 / _seconds_in_a_queue(jax.jit(lambda a, b: a @ b), a, b)
+    return 2 * size**3 / seconds_in_a_queue(jax.jit(lambda a, b: a @ b), a, b)
 
 
-def _seconds_in_a_queue(run: Callable[..., jax.Array], *args: jax.Array, times: int = 10) -> float:
+def seconds_in_a_queue(run: Callable[..., jax.Array], *args: Any, times: int = 10, repeats: int = 5) -> float:
     """Seconds of one of several calls that are dispatched together, so that only the device's time counts."""
 
     def queue() -> jax.Array:
@@ -73,4 +82,4 @@ def _seconds_in_a_queue(run: Callable[..., jax.Array], *args: jax.Array, times: 
             result = run(*args)
         return result
 
-    return median_seconds(queue) / times
+    return median_seconds(queue, repeats=repeats) / times

@@ -1,6 +1,7 @@
 """Speed of the Pallas kernels over a grid of shapes, beside cuDNN, plain jnp and the machine's ceilings."""
 
 import json
+import math
 from collections.abc import Sequence
 
 from jaxllm import cli
@@ -19,6 +20,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     sizes.add_argument("--quick", action="store_true", help="a few shapes of each kernel, in about two minutes")
     sizes.add_argument("--tune", action="store_true", help="several tuning parameters instead of many shapes")
     parser.add_argument("--kernel", action="append", metavar="NAME", help="only this kernel; may be repeated")
+    parser.add_argument(
+        "--limit", type=float, default=math.inf, metavar="SECONDS", help="for each kernel, then leave out the rest"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(argv)
     with cli.exit_codes():
@@ -34,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         selection = "quick" if args.quick else "tune" if args.tune else "full"
         kernels = tuple(args.kernel or bench.KERNELS)
         if args.json:
-            print(json.dumps(bench.run(selection, kernels, tell=lambda line: None)))
+            print(json.dumps(bench.run(selection, kernels, tell=lambda line: None, limit=args.limit)))
         else:
-            bench.run(selection, kernels, tell=lambda line: print(line, flush=True))
+            bench.run(selection, kernels, tell=lambda line: print(line, flush=True), limit=args.limit)
     return cli.OK

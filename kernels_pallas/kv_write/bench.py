@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -44,7 +44,7 @@ class Point:
 POINTS = (Point(8), Point(256), Point(2048), Point(16384))
 
 
-def measure(points: tuple[Point, ...], copy_bytes_per_second: float) -> Iterator[dict[str, Any]]:
+def measure(points: tuple[Point, ...], copy_bytes_per_second: float) -> Generator[dict[str, Any]]:
     """Compile all points in parallel, then time each: microseconds a layer, TB/s, share of the copy ceiling."""
     with ThreadPoolExecutor(16) as pool:
         ours = list(pool.map(lambda point: _compile(point, "kernel"), points))

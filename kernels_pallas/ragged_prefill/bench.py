@@ -1,7 +1,7 @@
 """Speed of the prefill kernel over ragged chunks, beside cuDNN's dense causal attention where the shape allows it."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kernels_pallas.compiling import compile_all
 from kernels_pallas.hopper import KVLayout
 from kernels_pallas.paged_decode import paged_decode, plan_decode, tuned_config
 from kernels_pallas.ragged_prefill import PrefillConfig, plan_prefill, ragged_prefill
@@ -97,20 +98,98 @@ POINTS = (
 )
 
 
-def measure(points: tuple[Point, ...], matmul_flops_per_second: float) -> Iterator[dict[str, Any]]:
+@dataclasses.dataclass(frozen=True)
+class ChunksProgram:
+    """The prefill kernel on a point's batch, and the decode kernel on its rows of one token."""
+
+    point: Point
+
+    def function(self) -> Callable[..., jax.Array]:
+        """Of queries, cache, block tables, contexts and where rows begin."""
+        point = self.point
+
+        def run(q: jax.Array, kv: jax.Array, tables: jax.Array, lengths: jax.Array, cu: jax.Array) -> jax.Array:
+            plan = plan_prefill(
+                lengths, cu,
+                num_tokens=q.shape[0], heads=point.heads, kv=KVLayout.of(kv),
+                max_context=tables.shape[1] * point.block_size, single_tokens_apart=point.decode_rows > 0,
+            )  # fmt: skip
+
+            def layer(q: jax.Array) -> jax.Array:
+                scale = point.head_dim**-0.5
+                return ragged_prefill(q, kv, 1, tables, lengths, cu, scale=scale, plan=plan, config=point.config)
+
+            return repeated(layer, _repetitions(point))(q)
+
+        return run
+
+    def arguments(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Their shapes."""
+        point, struct = self.point, jax.ShapeDtypeStruct
+        return (
+            struct((int(point.q_lens.sum()), point.heads, point.head_dim), jnp.bfloat16),
+            struct(point.cache_shape, jnp.bfloat16),
+            struct(point.block_tables().shape, jnp.int32),
+            struct(point.context_lens.shape, jnp.int32),
+            struct((len(point.q_lens) + 1,), jnp.int32),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeRowsProgram:
+    """The decode kernel on the rows of one token of a point's batch."""
+
+    point: Point
+
+    def function(self) -> Callable[..., jax.Array]:
+        """Of queries, cache, block tables and contexts."""
+        point = self.point
+
+        def run(q: jax.Array, kv: jax.Array, tables: jax.Array, lengths: jax.Array) -> jax.Array:
+            config = tuned_config(point.head_dim, rows=point.decode_rows, kv_heads=point.kv_heads)
+            width = tables.shape[1] * point.block_size
+            plan = plan_decode(lengths, kv_heads=point.kv_heads, max_context=width, config=config)
+
+            def layer(q: jax.Array) -> jax.Array:
+                return paged_decode(q, kv, 1, tables, lengths, scale=point.head_dim**-0.5, plan=plan)[0]
+
+            return repeated(layer, _repetitions(point))(q)
+
+        return run
+
+    def arguments(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Their shapes."""
+        point, struct = self.point, jax.ShapeDtypeStruct
+        return (
+            struct((point.decode_rows, point.heads, point.head_dim), jnp.bfloat16),
+            struct(point.cache_shape, jnp.bfloat16),
+            struct((point.decode_rows, point.block_tables().shape[1]), jnp.int32),
+            struct((point.decode_rows,), jnp.int32),
+        )
+
+
+def measure(points: tuple[Point, ...], matmul_flops_per_second: float) -> Generator[dict[str, Any]]:
     """Compile all points in parallel, then time each: microseconds, TFLOP/s and share of the matmul ceiling.
 
-    "apart us" is what decode rows and chunks of a mixed batch take in two launches of two kernels. "cudnn us" is its
-    dense attention; behind context that is two calls, over the context and over the chunk, without their merge.
+    "apart us" is what decode rows and chunks of a mixed batch take in two launches of two kernels. "unpaged us" is a
+    chunk behind context that lies in one piece, as one block. "cudnn us" is its dense attention; behind context that is
+    two calls, over the context and over the chunk, without their merge.
     """
-    apart = {point: dataclasses.replace(point, decode_rows=0) for point in points if point.decode_rows}
-    compiled = {*points, *apart.values()}
-    with ThreadPoolExecutor(16) as pool:
-        ours = dict(zip(compiled, pool.map(_compile_kernel, compiled), strict=True))
-        decode = dict(zip(apart, pool.map(_compile_decode_rows, apart), strict=True))
-        others = list(pool.map(_compile_cudnn, points))
-    for point, cudnn in zip(points, others, strict=True):
-        seconds = _kernel_seconds(point, ours[point])
+    chunks = {point: ChunksProgram(point) for point in points}
+    apart = {p: ChunksProgram(dataclasses.replace(p, decode_rows=0)) for p in points if p.decode_rows}
+    decode = {p: DecodeRowsProgram(p) for p in apart}
+    unpaged = {
+        p: ChunksProgram(dataclasses.replace(p, block_size=p.before + p.tokens))
+        for p in points
+        if p.before and p.rows == 1
+    }
+    with ThreadPoolExecutor(8) as threads:
+        cudnn = {point: threads.submit(_compile_cudnn, point) for point in points}
+        compiled: Mapping[Any, Callable[..., jax.Array]] = compile_all(
+            [*chunks.values(), *apart.values(), *decode.values(), *unpaged.values()]
+        )
+    for point in points:
+        seconds = _kernel_seconds(point, compiled[chunks[point]])
         result: dict[str, Any] = {
             "point": point.name,
             "us": seconds * 1e6,
@@ -118,11 +197,14 @@ def measure(points: tuple[Point, ...], matmul_flops_per_second: float) -> Iterat
             "share": point.flops / seconds / matmul_flops_per_second,
         }
         if point in apart:
-            seconds = _kernel_seconds(apart[point], ours[apart[point]]) + _decode_seconds(point, decode[point])
-            result["apart us"] = seconds * 1e6
-        if cudnn is not None:
+            alone = _kernel_seconds(apart[point].point, compiled[apart[point]])
+            result["apart us"] = (alone + _decode_seconds(point, compiled[decode[point]])) * 1e6
+        if point in unpaged:
+            result["unpaged us"] = _kernel_seconds(unpaged[point].point, compiled[unpaged[point]]) * 1e6
+        dense = cudnn[point].result()
+        if dense is not None:
             q, k, context = (random_array(shape, jnp.bfloat16) for shape in _dense_shapes(point))
-            seconds = median_seconds(cudnn, q, k, k + 1, context, context + 1) / _repetitions(point)
+            seconds = median_seconds(dense, q, k, k + 1, context, context + 1) / _repetitions(point)
             result["cudnn us"] = seconds * 1e6
             result["gain"] = result["cudnn us"] / result["us"]
         yield result
@@ -146,58 +228,6 @@ def _decode_seconds(point: Point, kernel: Callable[..., jax.Array]) -> float:
 
 def _repetitions(point: Point) -> int:
     return max(1, int(20e-3 / (point.flops / 4e14 + 20e-6 + point.decode_rows * 1e-6)))
-
-
-def _compile_kernel(point: Point) -> Callable[..., jax.Array]:
-    def run(q: jax.Array, kv: jax.Array, tables: jax.Array, lengths: jax.Array, cu: jax.Array) -> jax.Array:
-        plan = plan_prefill(
-            lengths, cu,
-            num_tokens=q.shape[0], heads=point.heads, kv=KVLayout.of(kv),
-            max_context=tables.shape[1] * point.block_size, single_tokens_apart=point.decode_rows > 0,
-        )  # fmt: skip
-
-        def layer(q: jax.Array) -> jax.Array:
-            scale = point.head_dim**-0.5
-            return ragged_prefill(q, kv, 1, tables, lengths, cu, scale=scale, plan=plan, config=point.config)
-
-        return repeated(layer, _repetitions(point))(q)
-
-    struct = jax.ShapeDtypeStruct
-    return (
-        jax.jit(run)
-        .lower(
-            struct((int(point.q_lens.sum()), point.heads, point.head_dim), jnp.bfloat16),
-            struct(point.cache_shape, jnp.bfloat16),
-            struct(point.block_tables().shape, jnp.int32),
-            struct(point.context_lens.shape, jnp.int32),
-            struct((len(point.q_lens) + 1,), jnp.int32),
-        )
-        .compile()
-    )
-
-
-def _compile_decode_rows(point: Point) -> Callable[..., jax.Array]:
-    def run(q: jax.Array, kv: jax.Array, tables: jax.Array, lengths: jax.Array) -> jax.Array:
-        config = tuned_config(point.head_dim, rows=point.decode_rows, kv_heads=point.kv_heads)
-        width = tables.shape[1] * point.block_size
-        plan = plan_decode(lengths, kv_heads=point.kv_heads, max_context=width, config=config)
-
-        def layer(q: jax.Array) -> jax.Array:
-            return paged_decode(q, kv, 1, tables, lengths, scale=point.head_dim**-0.5, plan=plan)[0]
-
-        return repeated(layer, _repetitions(point))(q)
-
-    struct = jax.ShapeDtypeStruct
-    return (
-        jax.jit(run)
-        .lower(
-            struct((point.decode_rows, point.heads, point.head_dim), jnp.bfloat16),
-            struct(point.cache_shape, jnp.bfloat16),
-            struct((point.decode_rows, point.block_tables().shape[1]), jnp.int32),
-            struct((point.decode_rows,), jnp.int32),
-        )
-        .compile()
-    )
 
 
 def _dense_shapes(point: Point) -> tuple[tuple[int, ...], ...]:

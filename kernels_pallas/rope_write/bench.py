@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -58,7 +58,7 @@ TUNE = tuple(
 )
 
 
-def measure(points: tuple[Point, ...], copy_bytes_per_second: float) -> Iterator[dict[str, Any]]:
+def measure(points: tuple[Point, ...], copy_bytes_per_second: float) -> Generator[dict[str, Any]]:
     """Compile all points in parallel, then time each: microseconds a layer, TB/s, share of the copy ceiling."""
     with ThreadPoolExecutor(16) as pool:
         ours = list(pool.map(functools.partial(_compile, layer=_kernel_layer), points))

@@ -6,7 +6,7 @@ that it costs what it costs in a model. `qkv` and `gate_up` alone are the differ
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -45,7 +45,7 @@ class Data(NamedTuple):
     activated: jax.Array  # [32, mlp]
 
 
-def measure(points: tuple[Point, ...], copy_bytes_per_second: float) -> Iterator[dict[str, Any]]:
+def measure(points: tuple[Point, ...], copy_bytes_per_second: float) -> Generator[dict[str, Any]]:
     """Compile the points of a model in parallel, then time each: microseconds a layer, TB/s of weights, XLA's time."""
     for name, model in MODELS.items():
         mine = [point for point in points if point.model == name]

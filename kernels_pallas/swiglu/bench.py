@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -58,7 +58,7 @@ TUNE = tuple(
 )
 
 
-def measure(points: tuple[Point, ...], operations_per_second: float) -> Iterator[dict[str, Any]]:
+def measure(points: tuple[Point, ...], operations_per_second: float) -> Generator[dict[str, Any]]:
     """Compile all points in parallel, then time each: microseconds a layer, TFLOP/s, share of the large product's."""
     runs: dict[str, Callable[..., jax.Array]] = {"us": swiglu, "xla us": swiglu_reference, "products us": _products}
     with ThreadPoolExecutor(16) as pool:
