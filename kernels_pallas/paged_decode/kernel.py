@@ -145,7 +145,7 @@ def decode_kernel(
         """Pages of K of one step. Table entries beyond the context are garbage: the last valid one is read again."""
         found = []
         for copy in range(shape.copies):
-            position = jnp.minimum(begin + index * step + copy * layout.block_size, end - 1)
+            position = jnp.minimum(begin + index * step + copy * layout.block_size, jnp.maximum(end - 1, 0))
             found.append(first_page + tables_ref[row, position // layout.block_size] * layout.kv_heads)
         return found
 
@@ -165,8 +165,7 @@ def decode_kernel(
     load_k = functools.partial(load, tiles=scratch.k, ready=scratch.k_loaded, offset=0)
     load_v = functools.partial(load, tiles=scratch.v, ready=scratch.v_loaded, offset=layout.value_offset)
 
-    def load_both(index: jax.Array) -> None:
-        pages = pages_of(index)
+    def load_both(index: jax.Array, pages: list[jax.Array]) -> None:
         load_k(index, pages)
         load_v(index, pages)
 
@@ -183,7 +182,7 @@ def decode_kernel(
         @pl.when(steps <= stages)
         def _() -> None:
             plgpu.wait_smem_to_gmem(0)
-            load_both(steps - 1)
+            load_both(steps - 1, pages_of(steps - 1))
 
     if newest_refs is None:
         has_newest, before_newest = jnp.bool_(False), steps
@@ -193,16 +192,18 @@ def decode_kernel(
 
     @pl.when(items > 0)
     def _() -> None:
+        # All read at once: a block waits for its table before its first copy, not before each of them.
+        first_pages = [pages_of(jnp.int32(index)) for index in range(stages)]
         queries = scratch.out if shape.quantized else scratch.q
-        # Before the tiles of K and V: behind them it would keep the first product, and the next loads, waiting.
+        # Before the tiles of K and V: behind them they would keep the first product, and the next loads, waiting.
         if shape.tokens == 1:
             plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(start, window)], queries, scratch.q_loaded)
         else:
             load_groups(groups_of(q_ref), scratch.out, scratch.q_loaded)
         if newest_refs is not None:
             pl.when(has_newest)(functools.partial(load_newest, newest_refs))
-        for index in range(stages):
-            pl.when(index < before_newest)(functools.partial(load_both, jnp.int32(index)))
+        for index, pages in enumerate(first_pages):
+            pl.when(index < before_newest)(functools.partial(load_both, jnp.int32(index), pages))
         if newest_refs is not None:
             pl.when(has_newest)(write_newest)
         plgpu.barrier_wait(scratch.q_loaded)
