@@ -6,6 +6,7 @@ engine on a combination of jax and device that nobody has tested.
 """
 
 import dataclasses
+import functools
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ import numpy as np
 from kernels_pallas.hopper import KVLayout
 from kernels_pallas.interlayer import BARRIERS, LayerWeights, interlayer, interlayer_reference
 from kernels_pallas.kv_write import kv_write, kv_write_reference
-from kernels_pallas.paged_decode import DecodeConfig, paged_decode, paged_decode_reference
+from kernels_pallas.paged_decode import DecodeConfig, paged_decode, paged_decode_reference, paged_decode_write
 from kernels_pallas.ragged_prefill import plan_prefill, ragged_prefill, ragged_prefill_reference
 from kernels_pallas.ragged_prefill.tuned import TUNED as PREFILL_CONFIGS
 from kernels_pallas.rope_write import rope_write, rope_write_reference
@@ -57,7 +58,7 @@ class Outcome:
     def __str__(self) -> str:
         verdict = "ok" if self.ok else "FAILED"
         detail = self.raised or f"relative error {self.error:.1e}"
-        return f"{self.kernel:16s} {verdict:6s} {detail} ({self.seconds:.1f} s)"
+        return f"{self.kernel:18s} {verdict:6s} {detail} ({self.seconds:.1f} s)"
 
 
 def run(interpret: plgpu.InterpretGPUParams | None = None) -> Iterator[Outcome]:
@@ -68,6 +69,7 @@ def run(interpret: plgpu.InterpretGPUParams | None = None) -> Iterator[Outcome]:
     for kernel, check in (
         ("kv_write", _check_write),
         ("paged_decode", _check_decode),
+        ("paged_decode_write", _check_decode_write),
         ("ragged_prefill", _check_prefill),
         ("rope_write", _check_rope),
         ("swiglu", _check_swiglu),
@@ -169,16 +171,41 @@ def _check_interlayer(interpret: plgpu.InterpretGPUParams | None) -> float:
 
 
 def _check_decode(interpret: plgpu.InterpretGPUParams | None) -> float:
-    lengths = [0, 1, 150, 16]
-    kv, tables = _cache(lengths, 16)
-    q = jax.random.normal(jax.random.key(0), (4, 4, 128), jnp.bfloat16)
-    arguments = (q, kv, 1, tables, jnp.array(lengths, jnp.int32))
-    want, _ = paged_decode_reference(*arguments, scale=0.1)
+    """Rows whole and cut; several tokens a row; a float8 cache."""
+    lengths = jnp.array([0, 1, 150, 16], jnp.int32)
+    kv, tables = _cache(lengths.tolist(), 16)
+    q = jax.random.normal(jax.random.key(0), (4, 3, 4, 128), jnp.bfloat16)
+    whole, cut = DecodeConfig(min_piece=2048), DecodeConfig(min_piece=64, target_items=8)
     errors = []
-    for config in (DecodeConfig(min_piece=2048), DecodeConfig(min_piece=64, target_items=8)):
-        got, _ = paged_decode(*arguments, scale=0.1, config=config, interpret=interpret)
+    for queries, cache, config in (
+        (q[:, 0], kv, whole),
+        (q, kv, cut),
+        (q[:, 0], kv.astype(jnp.float8_e4m3fn), cut),
+    ):
+        arguments = (queries, cache, 1, tables, lengths)
+        kernel = functools.partial(paged_decode, scale=0.1, config=config, interpret=interpret)
+        got, _ = jax.jit(kernel)(*arguments)
+        want, _ = paged_decode_reference(*arguments, scale=0.1)
         errors.append(_relative_error(got, want))
     return float(np.max(errors))
+
+
+def _check_decode_write(interpret: plgpu.InterpretGPUParams | None) -> float:
+    """The newest tokens are NaN in the cache until they are written."""
+    lengths = [1, 150, 16]
+    written, tables = _cache(lengths, 16)
+    rows, last = np.arange(len(lengths)), np.array(lengths) - 1
+    blocks, slots = np.asarray(tables)[rows, last // 16], last % 16
+    k, v = (written[1, part, blocks, :, slots] for part in range(2))
+    q = jax.random.normal(jax.random.key(0), (3, 4, 128), jnp.bfloat16)
+    where = (1, tables, jnp.array(lengths, jnp.int32))
+    config = DecodeConfig(min_piece=64, target_items=8)
+    before = written.at[1, :, blocks, :, slots].set(jnp.nan)
+    kernel = functools.partial(paged_decode_write, scale=0.1, config=config, interpret=interpret)
+    got, _, kv = jax.jit(kernel)(q, k, v, before, *where)
+    want, _ = paged_decode_reference(q, written, *where, scale=0.1)
+    as_numbers = (jnp.nan_to_num(cache) for cache in (kv, written))
+    return max(_relative_error(got, want), _relative_error(*as_numbers))
 
 
 def _check_prefill(interpret: plgpu.InterpretGPUParams | None) -> float:
@@ -197,8 +224,13 @@ def _check_prefill(interpret: plgpu.InterpretGPUParams | None) -> float:
         max_context=tables.shape[1] * 16,
         decode_config=DecodeConfig(min_piece=64, target_items=8),
     )
-    got = ragged_prefill(*arguments, scale=0.1, plan=plan, config=config, interpret=interpret)
-    return _relative_error(got, ragged_prefill_reference(*arguments, scale=0.1))
+    kernel = functools.partial(ragged_prefill, scale=0.1, config=config, interpret=interpret)
+    errors = []
+    for cache in (kv, kv.astype(jnp.float8_e4m3fn)):
+        arguments = (q, cache, *arguments[2:])
+        got = jax.jit(kernel)(*arguments, plan=plan)
+        errors.append(_relative_error(got, ragged_prefill_reference(*arguments, scale=0.1)))
+    return float(np.max(errors))
 
 
 def _check_sample(interpret: plgpu.InterpretGPUParams | None) -> float:
