@@ -23,6 +23,7 @@ from kernels_pallas.paged_decode import points as decode_points
 from kernels_pallas.ragged_prefill import PrefillConfig
 from kernels_pallas.ragged_prefill import bench as ragged_prefill
 from kernels_pallas.rope_write import bench as rope_write
+from kernels_pallas.sample import bench as sample
 from kernels_pallas.small_batch import bench as small_batch
 from kernels_pallas.swiglu import bench as swiglu
 from kernels_pallas.timing import copy_bandwidth, matmul_rate
@@ -35,6 +36,7 @@ QUICK = (
     rope_write.QUICK,
     swiglu.QUICK,
     interlayer.QUICK,
+    sample.QUICK,
 )
 FULL = (
     decode_points.FULL,
@@ -44,6 +46,7 @@ FULL = (
     rope_write.POINTS,
     swiglu.POINTS,
     interlayer.POINTS,
+    sample.POINTS,
 )
 TUNE = (
     tuple(
@@ -78,6 +81,7 @@ TUNE = (
     rope_write.TUNE,
     swiglu.TUNE,
     interlayer.POINTS,
+    (),
 )
 
 
@@ -90,6 +94,7 @@ KERNELS = (
     "rope_write",
     "swiglu",
     "interlayer",
+    "sample",
 )
 
 
@@ -114,7 +119,7 @@ def run(
     copy, matmul = copy_bandwidth(), matmul_rate()
     device = jax.devices()[0].device_kind
     tell(f"{device}: copy {copy / 1e12:.2f} TB/s, matmul {matmul / 1e12:.0f} TFLOP/s")
-    decode, prefill, write, small, rope, gated, between = SELECTIONS[selection]
+    decode, prefill, write, small, rope, gated, between, draws = SELECTIONS[selection]
     measured: dict[str, Generator[dict[str, Any]]] = {
         "paged_decode": paged_decode.measure(decode, copy),
         "ragged_prefill": ragged_prefill.measure(prefill, matmul),
@@ -123,6 +128,7 @@ def run(
         "rope_write": rope_write.measure(rope, copy),
         "swiglu": swiglu.measure(gated, matmul),
         "interlayer": interlayer.measure(between, copy),
+        "sample": sample.measure(draws, copy),
     }
     results: dict[str, Any] = {"device": device, "copy": copy, "matmul": matmul}
     for name in kernels:
