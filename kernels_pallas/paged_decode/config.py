@@ -56,7 +56,6 @@ class DecodeConfig:
             tile,
             queries,
             ((window, self.step), 2),
-            ((window,), 4),
             newest,
             ((reduction_scratch(window),), 1),
         )

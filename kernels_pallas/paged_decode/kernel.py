@@ -70,7 +70,6 @@ class DecodeShape:
             None if self.quantized else plgpu.SMEM((window, head_dim), self.out_dtype, transforms=MATRIX_TILES),
             plgpu.SMEM((window, step), self.dtype, transforms=MATRIX_TILES),
             plgpu.SMEM((window, head_dim), self.out_dtype),
-            plgpu.SMEM((window,), jnp.float32),
             barrier,
             barrier,
             plgpu.Barrier(num_arrivals=self.tokens),
@@ -89,9 +88,8 @@ class _Scratch(NamedTuple):
     k: Ref  # [stages, step, head_dim], as in the cache
     v: Ref
     q: Ref  # [window, head_dim]; not of a quantized cache
-    p: Ref  # [window, step]
+    p: Ref  # [window, step]; then the count of pieces
     out: Ref  # [window, head_dim], row-major; first the queries of several tokens, or those that become float8
-    words: Ref  # [window]: scales of the queries, then the count of pieces
     k_loaded: Ref
     v_loaded: Ref
     q_loaded: Ref
@@ -211,7 +209,7 @@ def decode_kernel(
             tile_queries(scratch.out, scratch.q)
         score_scale, value_scale = shape.scale_log2, 1.0
         if scales_ref is not None:
-            split_queries(queries, scratch.q_parts, scratch.words)
+            query_scales = split_queries(queries, scratch.q_parts)
             plgpu.commit_smem()
             queries = scratch.q_parts
             score_scale, value_scale = shape.scale_log2 * scales_ref[0], scales_ref[1]
@@ -231,7 +229,7 @@ def decode_kernel(
             plgpu.barrier_wait(scratch.k_loaded.at[slot])
             scores = product((step, queries.shape[0]), scratch.k.at[slot], queries.transpose((1, 0)))
             if shape.quantized:
-                scores = join_parts(scores, scratch.words)
+                scores = join_parts(scores, query_scales)
             token_in_step = plgpu.broadcasted_iota(jnp.int32, (step, window), 0, layout=plgpu.Layout.WGMMA)
             if shape.tokens > 1:
                 token_in_step = as_last_token_sees(token_in_step, shape.group, shape.tokens)
@@ -300,7 +298,7 @@ def decode_kernel(
                 last = item == first + items - 1
             else:
                 counter = pending_ref.at[pl.ds(row * layout.kv_heads + head, 1)]
-                last = count_down(counter, items, scratch.words) == 1
+                last = count_down(counter, items, scratch.p) == 1
 
             @pl.when(last)
             def _() -> None:

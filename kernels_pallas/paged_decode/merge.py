@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.mosaic.gpu import FragmentedArray, utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, memref
+from jaxlib.mlir.dialects import llvm
 
+from kernels_pallas.hopper import MATRIX_TILES
 from kernels_pallas.warpgroup import Ref
 
 REGISTERS_FOR_PIECES = 64
@@ -30,16 +31,16 @@ def count_down(pending: Ref, pieces: jax.Array, shared: Ref) -> jax.Array:
     """Take one off `pending[0]`, of `pieces`, and return what it was: 1 for the last block, which finds all pieces.
 
     Everything the block has written to device memory before is visible to a block that sees a lower number. The last
-    one restores `pieces`. `shared` is float32 shared memory, of which one word is used. The interpreter has no such
+    one restores `pieces`. `shared` is a tile of `MATRIX_TILES`, of which one word is used. The interpreter has no such
     operation.
     """
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR),
+        arg_types=(plgpu.RefType(), plgpu.RefType(transforms=MATRIX_TILES), SCALAR),
         return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR),
     )
     def emit(_: object, pending: ir.Value, shared: ir.Value, pieces: FragmentedArray) -> FragmentedArray:
-        first, word = utils.c(0, ir.IndexType.get()), ir.IntegerType.get_signless(32)
+        word, place = ir.IntegerType.get_signless(32), utils.memref_ptr(shared)
         utils.warpgroup_barrier()  # all threads have written
         with utils.single_thread(utils.ThreadSubset.WARPGROUP):
             before = utils.inline_ptx(
@@ -49,9 +50,9 @@ def count_down(pending: Ref, pieces: jax.Array, shared: Ref) -> jax.Array:
                 result_types=word,
                 has_side_effects=True,
             )
-            memref.store(arith.bitcast(ir.F32Type.get(), before), shared, [first])
+            llvm.store(before, place)
         utils.warpgroup_barrier()
-        return FragmentedArray.splat(arith.bitcast(word, memref.load(shared, [first])), (), is_signed=True)
+        return FragmentedArray.splat(llvm.load(word, place), (), is_signed=True)
 
     return emit(pending, shared, pieces)
 
