@@ -1,5 +1,6 @@
 """What all tests share: eight CPU devices, a compilation cache for the run, the marker `gpu`, tiny models."""
 
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,10 @@ from tiny import tiny_checkpoint
 
 # Before the backend starts: tensor parallelism is tested on several devices of one CPU.
 jax.config.update("jax_num_cpu_devices", 8)
+
+# Before PyTorch is imported, here or by a process that a test starts: its threads spin while they wait for one another,
+# and processes that run tests side by side have more of them than cores. Tiny models are no slower with one.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 _cache = tempfile.TemporaryDirectory(prefix="jaxllm-tests-")
 jax.config.update("jax_compilation_cache_dir", _cache.name)
