@@ -31,6 +31,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
 
 
+@pytest.fixture(scope="module")
+def few_programs() -> Iterator[None]:
+    """Engines that are made in this module have two sizes of steps at most, and plain draws do without filters."""
+    # Not at the top: what is imported there has no types checked at run time.
+    from jaxllm.engine import spec
+    from jaxllm.sampling.variant import PLAIN, everything
+
+    of = spec.shape_options
+    with pytest.MonkeyPatch.context() as patched:
+        samplers = ((PLAIN, 64), (everything(), 64))
+        patched.setattr(spec, "shape_options", lambda platform: of(platform) | {"samplers": samplers})
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Write a tiny checkpoint; arguments as `tiny_checkpoint`."""

@@ -42,6 +42,7 @@ def load(path: Path, dtype: Any = jnp.float32) -> Weights:
     return Weights.of(runtime_config(checkpoint.config, 1), dtype, parameters)
 
 
+@pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_and_greedy_text_equal_transformers(tiny: Any, variant: str) -> None:
     options = VARIANTS[variant]
@@ -61,7 +62,7 @@ def test_logits_and_greedy_text_equal_transformers(tiny: Any, variant: str) -> N
     rng = np.random.default_rng(2)
     prompts = [rng.integers(0, 320, rng.integers(1, 80)).tolist() for _ in range(20)]
     llm = LLM(
-        str(path), dtype="float32", max_num_seqs=20, max_num_batched_tokens=256, max_model_len=512,
+        str(path), dtype="float32", max_num_seqs=20, max_num_batched_tokens=1024, max_model_len=512,
         num_kvcache_blocks=200, enforce_eager=True,
     )  # fmt: skip
     # The paths that differ in the engine get long texts, the others enough to see a fault of loading or wiring.
