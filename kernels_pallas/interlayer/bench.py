@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -56,7 +56,7 @@ POINTS = tuple(Point(tokens) for tokens in (64, 128, 256, 512))
 QUICK = POINTS[1:3]
 
 
-def measure(points: tuple[Point, ...], bytes_per_second: float) -> Iterator[dict[str, Any]]:
+def measure(points: tuple[Point, ...], bytes_per_second: float) -> Generator[dict[str, Any]]:
     """Compile all points in parallel, then time each: microseconds a layer, and what its weights alone take to read."""
     runs: dict[str, Callable[..., Any]] = {"us": _kernel, "xla us": _reference}
     with ThreadPoolExecutor(16) as pool:
