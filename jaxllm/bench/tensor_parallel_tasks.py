@@ -7,6 +7,7 @@ import argparse
 import gc
 import json
 import logging
+import math
 import re
 import statistics
 import sys
@@ -29,7 +30,6 @@ from jaxllm.bench.prefill import prompt_tokens_per_s
 from jaxllm.bench.random_model import SHAPES
 from jaxllm.bench.varied_model import varied_checkpoint
 from jaxllm.bench.workload import random_workload
-from jaxllm.engine.step import Step
 
 logger = logging.getLogger(__name__)
 
@@ -173,24 +173,11 @@ def profile(llm: LLM, args: argparse.Namespace) -> Result:
 
 def _trace_decode(llm: LLM, batch: int, input_len: int, folder: Path) -> None:
     """Profile from the first step on that computes no prompt."""
-    started = False
-
-    def begin(step: Step) -> None:
-        nonlocal started
-        if step.decode_only and not started:
-            started = True
-            trace.start(folder, perfetto=False)
-
     vocabulary = min(10_000, llm.model_config.vocab_size)
     prompts = [[(31 * row + token) % vocabulary for token in range(input_len)] for row in range(batch)]
     params = SamplingParams(temperature=0, max_tokens=_PROFILED_TOKENS, ignore_eos=True)
-    llm.engine.follow_steps(begin)
-    try:
+    with trace.tracing_steps(llm, folder, lambda step: step.decode_only, math.inf, perfetto=False):
         llm.generate(prompts, params, use_tqdm=False)
-    finally:
-        llm.engine.follow_steps(None)
-        if started:
-            jax.profiler.stop_trace()
 
 
 def _share(activity: trace.Activity) -> Result:

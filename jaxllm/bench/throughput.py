@@ -5,7 +5,6 @@ import contextlib
 import json
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,12 +12,13 @@ from typing import Any
 
 import jax
 
-from jaxllm import cli
+from jaxllm import LLM, cli
 from jaxllm.bench import trace
 from jaxllm.bench.child import Child
 from jaxllm.bench.contenders import CONTENDERS, Contender
 from jaxllm.bench.engines import make_parser
 from jaxllm.bench.workload import Workload, length_range, random_workload, sharegpt_workload
+from jaxllm.engine.step import Step
 from jaxllm.memory.device import gpu_view
 
 DESCRIPTION = """Generate for many random prompts and report tokens per second, beside the limit of the machine.
@@ -143,7 +143,7 @@ def _in_turns(args: argparse.Namespace, workload: Workload) -> dict[str, dict[st
         }
         if args.trace and engine.llm is not None:
             fresh = workload.with_fresh_tokens(args.repetitions + 1)
-            results[name]["trace"] = _traced(engine, fresh, median, args.trace)
+            results[name]["trace"] = _traced(engine, engine.llm, fresh, median, args.trace)
         results[name] |= engine.facts(part)
     return results
 
@@ -163,19 +163,16 @@ def _timed(name: str, engine: Contender, workload: Workload) -> float:
     return elapsed
 
 
-def _traced(engine: Contender, workload: Workload, expected: float, folder: Path) -> dict[str, Any]:
-    """Profile the middle of a run that is expected to take so many seconds; another thread starts and ends that."""
+def _traced(engine: Contender, llm: LLM, workload: Workload, expected: float, folder: Path) -> dict[str, Any]:
+    """Profile the middle of a run that is expected to take so many seconds."""
     length = min(_TRACED_SECONDS, expected / 5)
+    middle = llm.stats.scheduler.output_tokens + workload.output_tokens * (1 - length / expected) / 2
 
-    def profile() -> None:
-        time.sleep((expected - length) / 2)
-        with trace.tracing(folder, perfetto=True):
-            time.sleep(length)
+    def begins(_: Step) -> bool:
+        return llm.stats.scheduler.output_tokens >= middle
 
-    thread = threading.Thread(target=profile)
-    thread.start()
-    engine.run(workload)
-    thread.join()
+    with trace.tracing_steps(llm, folder, begins, length, perfetto=True):
+        engine.run(workload)
     file = trace.latest(folder)
     activity = trace.device_activity(jax.profiler.ProfileData.from_file(str(file)))
     return {

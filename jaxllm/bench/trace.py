@@ -5,13 +5,17 @@ plane in it has a line for each CUDA stream, whose events are kernels and copies
 """
 
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+
+from jaxllm import LLM
+from jaxllm.engine.step import Step
 
 
 @dataclass(frozen=True)
@@ -38,19 +42,51 @@ class Activity:
 
 @contextmanager
 def tracing(folder: Path, perfetto: bool) -> Iterator[None]:
-    """Profile the block into `folder`, without Python's own calls: tracing those would slow the host down."""
-    start(folder, perfetto)
+    """Profile the block into `folder`, without Python's own calls: tracing those would slow the host down.
+
+    Nothing may be under way on a GPU when the block begins: CUPTI, which begins to watch then, has made kernels of a
+    running step fail ("unspecified launch failure"; driver 580, CUDA 13).
+    """
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    jax.profiler.start_trace(folder, create_perfetto_trace=perfetto, profiler_options=options)
     try:
         yield
     finally:
         jax.profiler.stop_trace()
 
 
-def start(folder: Path, perfetto: bool) -> None:
-    """Start what `tracing` does; `jax.profiler.stop_trace` ends it, and writes a Perfetto file too if asked to."""
-    options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0
-    jax.profiler.start_trace(folder, create_perfetto_trace=perfetto, profiler_options=options)
+@contextmanager
+def tracing_steps(
+    llm: LLM, folder: Path, begins: Callable[[Step], bool], seconds: float, perfetto: bool
+) -> Iterator[None]:
+    """Profile an engine that serves within the block, from the first complete step on for which `begins` says so.
+
+    The profile ends with the first step that is complete `seconds` later, or with the block. Before either the engine
+    waits until the devices have nothing to do.
+    """
+    under_way = ExitStack()
+    began: float | None = None
+
+    def idle() -> None:
+        jax.block_until_ready(llm.engine.runner.kv)  # of the step sent last
+
+    def follow(step: Step) -> None:
+        nonlocal began
+        if began is None and begins(step):
+            idle()
+            under_way.enter_context(tracing(folder, perfetto))
+            began = time.perf_counter()
+        elif began is not None and time.perf_counter() - began > seconds:
+            idle()
+            under_way.close()
+
+    llm.engine.follow_steps(follow)
+    try:
+        yield
+    finally:
+        llm.engine.follow_steps(None)
+        under_way.close()
 
 
 def latest(folder: Path) -> Path:
