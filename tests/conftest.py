@@ -1,4 +1,4 @@
-"""What all tests share: eight CPU devices, a compilation cache for the run, the marker `gpu`, tiny models."""
+"""What all tests share: eight CPU devices, quick compilation and its cache, the marker `gpu`, tiny models."""
 
 import os
 import tempfile
@@ -17,6 +17,8 @@ jax.config.update("jax_num_cpu_devices", 8)
 # and processes that run tests side by side have more of them than cores. Tiny models are no slower with one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+OPTIMIZATION = "jax_disable_most_optimizations"
+
 _cache = tempfile.TemporaryDirectory(prefix="jaxllm-tests-")
 jax.config.update("jax_compilation_cache_dir", _cache.name)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
@@ -24,11 +26,24 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip GPU tests where there is none."""
-    if any(item.get_closest_marker("gpu") for item in items) and jax.default_backend() != "gpu":
+    """Skip GPU tests where there is none, and compile quickly there.
+
+    XLA computes the same by plainer machine code, in half the compile time. `full_optimization` is for programs that
+    run so much that they take longer then, and for the model that users see first.
+    """
+    if jax.default_backend() != "gpu":
+        jax.config.update(OPTIMIZATION, True)
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture(scope="module")
+def full_optimization() -> Iterator[None]:
+    """Programs of this module are compiled as users compile them."""
+    jax.config.update(OPTIMIZATION, False)
+    yield
+    jax.config.update(OPTIMIZATION, jax.default_backend() != "gpu")
 
 
 @pytest.fixture(scope="module")
