@@ -55,7 +55,7 @@ class Progress:
         parts = [
             f"{self._tokens / seconds:.0f} tokens/s out",
             f"{(stats.prompt_tokens - begin.prompt_tokens) / seconds:.0f} in",
-            f"KV {1 - stats.free_blocks / self._engine.runner.num_blocks:.0%}",
+            f"KV {1 - stats.free_blocks / self._engine.scheduler.num_blocks:.0%}",
             f"hits {hits / admitted if admitted else 0:.0%}",
             f"preempted {stats.preemptions - begin.preemptions}",
         ]

@@ -44,7 +44,7 @@ class EngineStats:
 
     Attributes:
         scheduler: steps, tokens, prefix hits, preemptions, and what waits and runs now.
-        num_kvcache_blocks: size of the KV cache.
+        num_kvcache_blocks: size of the KV cache, over all replicas.
         compilations_after_ready: programs compiled while serving; 0 unless `enforce_eager` is set.
         seconds_compiling_after_ready: how long that took.
     """
@@ -65,15 +65,17 @@ class Engine:
     def __init__(self, runner: Runner, tokenizer: Any | None, eos_token_ids: frozenset[int], seed: int):
         """Args: the runner; a transformers tokenizer, or None to work on ids alone; ids that end a text; a seed."""
         config, spec = runner.spec.config, runner.spec
-        if runner.num_blocks != runner.kv.shape[2]:
+        replicas = spec.placement.data_parallel_size
+        if runner.num_blocks * replicas != runner.kv.shape[2]:
             # JAX drops writes past the end and clamps reads: the text would be wrong and nothing would say so.
             raise ValueError(
-                f"num_kvcache_blocks={runner.num_blocks}, but the KV cache holds {runner.kv.shape[2]} blocks"
+                f"num_kvcache_blocks={runner.num_blocks}, but the KV cache holds {runner.kv.shape[2]} blocks for "
+                f"{replicas} replica(s)"
             )
         self.runner = runner
         self.tokenizer = tokenizer
         self.scheduler = Scheduler(
-            BlockPool(runner.num_blocks),
+            *(BlockPool(runner.num_blocks) for _ in range(replicas)),
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=spec.max_model_len,
@@ -99,7 +101,7 @@ class Engine:
         programs = self.runner.programs
         return EngineStats(
             self.scheduler.stats,
-            self.runner.num_blocks,
+            self.scheduler.num_blocks,
             programs.compilations_after_ready,
             programs.seconds_after_ready,
         )

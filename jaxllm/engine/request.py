@@ -37,7 +37,7 @@ class Request:
     arrival_time: float = 0.0
     """Seconds on the engine's clock."""
     index: int = 0
-    """Place in the order of arrival."""
+    """Place in the order in which requests were made."""
     seed: int = 0
     """Signed 64-bit seed of its draws."""
     bad_words: Sequence[Sequence[int]] = ()
@@ -47,6 +47,8 @@ class Request:
     matcher: Matcher | None = None
     """Where it stands in its grammar, if it has one."""
 
+    arrival: int = field(init=False, default=0)
+    """Place in the scheduler's order of arrival."""
     token_ids: list[int] = field(init=False, repr=False)
     num_prompt_tokens: int = field(init=False)
     num_computed_tokens: int = field(init=False, default=0)
@@ -55,7 +57,7 @@ class Request:
     max_tokens: int = field(init=False, default=0)
     """Most tokens, prompt and output; set by the scheduler."""
     seat: int | None = field(init=False, default=None)
-    """Index of its place in the state on the device, while it runs."""
+    """Index of its place in the state on the devices, over all replicas, while it runs."""
     block_table: list[int] = field(init=False, default_factory=list, repr=False)
     status: RequestStatus = field(init=False, default=RequestStatus.WAITING)
     finish_reason: str | None = field(init=False, default=None)

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import UInt32
+from jaxtyping import Int, UInt32
 
 from jaxllm.engine.request import Request
 
@@ -35,7 +36,7 @@ class Masks(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The rows of one step: those with a single token first, each group in order of arrival.
+    """The rows of one step, replica after replica: those with a single token first, each group in order of arrival.
 
     Attributes:
         rows: what is computed.
@@ -43,6 +44,7 @@ class Step:
         decode_only: every row has one token in an iteration.
         iterations: decode steps that run one after the other on the device.
         masks: of rows that follow a grammar; the engine adds them to what the scheduler made.
+        shares: how many of the rows each replica has; empty where there is one replica.
     """
 
     rows: tuple[ScheduledRow, ...]
@@ -50,6 +52,28 @@ class Step:
     decode_only: bool
     iterations: int = 1
     masks: Masks | None = None
+    shares: tuple[int, ...] = ()
+
+    @property
+    def parts(self) -> list[tuple[ScheduledRow, ...]]:
+        """The rows of each replica."""
+        shares = self.shares or (len(self.rows),)
+        return [self.rows[end - share : end] for share, end in zip(shares, accumulate(shares), strict=True)]
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of the replica that has the most: the program must have room for them."""
+        return max(self.shares, default=len(self.rows))
+
+    @property
+    def most_tokens(self) -> int:
+        """Likewise tokens, of a step of one iteration."""
+        return max(sum(row.num_tokens for row in part) for part in self.parts) if self.shares else self.num_tokens
+
+    def places(self, rows_per_replica: int) -> Int[np.ndarray, "rows"]:
+        """Where each row is among those of a program that has so many rows for each replica."""
+        shares = self.shares or (len(self.rows),)
+        return np.concatenate([i * rows_per_replica + np.arange(share) for i, share in enumerate(shares)])
 
 
 @dataclass(slots=True)

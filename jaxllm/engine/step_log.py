@@ -44,6 +44,6 @@ class StepLog:
             "finished": stats.finished,
             "running": stats.running,
             "waiting": stats.waiting,
-            "kv_use": round(1 - stats.free_blocks / self._scheduler.pool.num_blocks, 4),
+            "kv_use": round(1 - stats.free_blocks / self._scheduler.num_blocks, 4),
         }
         self._file.write(json.dumps(record) + "\n")

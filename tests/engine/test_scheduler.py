@@ -47,7 +47,7 @@ def run(scheduler, token=7):
         steps.append(rows(step))
         finish(scheduler, step, *[token] * len(step.rows))
         assert len(steps) < 1000
-    assert scheduler.pool.num_free == scheduler.pool.num_blocks
+    assert scheduler.stats.free_blocks == scheduler.num_blocks
     return steps
 
 
@@ -299,7 +299,7 @@ def test_abort_waiting_and_running_then_reuse_the_id():
     assert scheduler.abort("a") is a
     assert scheduler.abort("a") is None
     assert (a.finish_reason, b.finish_reason) == ("abort", "abort")
-    assert scheduler.pool.num_free == scheduler.pool.num_blocks
+    assert scheduler.stats.free_blocks == scheduler.num_blocks
     again = request("a", 5)
     scheduler.add(again)
     assert finish(scheduler, step, 7) == []  # the step of the first "a" does not touch the second
@@ -315,7 +315,7 @@ def test_finish_with_a_stop_string():
     finish(scheduler, scheduler.schedule(), 7)
     scheduler.finish(one, "stop", "\n\n")
     assert (one.finish_reason, one.stop_reason) == ("stop", "\n\n")
-    assert scheduler.pool.num_free == scheduler.pool.num_blocks
+    assert scheduler.stats.free_blocks == scheduler.num_blocks
     with pytest.raises(ValueError, match="'a' is finished and not held"):
         scheduler.finish(one, "stop")
     with pytest.raises(ValueError, match="'b' is waiting and not held"):
@@ -334,7 +334,7 @@ def test_no_token_at_all_ends_its_request_in_an_error():
     assert (one.output_token_ids, one.finish_reason, one.block_table) == ([7, 8], "error", [])
     assert (other.output_token_ids, other.is_finished) == ([7, 8, 8, 8, 8], False)
     scheduler.abort("b")
-    assert scheduler.pool.num_free == scheduler.pool.num_blocks
+    assert scheduler.stats.free_blocks == scheduler.num_blocks
 
 
 def test_a_step_is_completed_once_with_a_token_for_every_row():
@@ -368,3 +368,75 @@ def test_stats():
     run(scheduler)
     assert scheduler.stats.finished == 2
     assert stats.steps == 1  # a copy
+
+
+def of_replicas(count, num_blocks=64, **changes):
+    one = make(**changes)
+    limits = {name: getattr(one, name) for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len")}
+    caching = changes.get("enable_prefix_caching", True)
+    pools = [BlockPool(num_blocks) for _ in range(count)]
+    return Scheduler(*pools, block_size=one.block_size, enable_prefix_caching=caching, **limits)
+
+
+def replicas_of(scheduler, requests):
+    return [one.seat // scheduler.max_num_seqs for one in requests]
+
+
+def test_requests_go_where_less_is_done():
+    """Blocks count first, then rows, then the order of replicas."""
+    scheduler = of_replicas(3)
+    requests = [request(str(i), [i] * n) for i, n in enumerate((9, 5, 5, 1, 1, 1))]  # 3, 2, 2, 1, 1, 1 blocks
+    for one in requests:
+        scheduler.add(one)
+    step = scheduler.schedule()
+    assert replicas_of(scheduler, requests) == [0, 1, 2, 1, 2, 0]
+    assert step.shares == (2, 2, 2) and step.num_tokens == 22 and step.most_tokens == 10
+    assert [row.request.seat for row in step.rows] == [1, 0, 9, 8, 17, 16]  # single tokens first
+
+
+def test_a_prefix_draws_requests_until_another_replica_has_so_much_less_to_do():
+    """8 blocks are cached on the first replica, and one more is used there by each request."""
+    scheduler = of_replicas(2, max_num_seqs=64, max_num_batched_tokens=4096)
+    prompt = list(range(32))
+
+    def add(name, count):
+        requests = [request(f"{name}{i}", [*prompt, 100 + i], max_tokens=2) for i in range(count)]
+        for one in requests:
+            scheduler.add(one)
+        finish(scheduler, step := scheduler.schedule(), *[7] * len(step.rows))
+        return replicas_of(scheduler, requests), [one.num_cached_tokens for one in requests]
+
+    scheduler.add(request("first", prompt, max_tokens=30))
+    finish(scheduler, scheduler.schedule(), 1)
+    assert add("a", 9) == ([0] * 7 + [1, 0], [32] * 7 + [0, 32])
+    assert add("b", 3) == ([1, 1, 1], [32] * 3)  # what ended on the first is not in use any more
+    run(scheduler)
+
+
+def test_a_preempted_request_goes_on_where_there_is_room():
+    """On a replica where a younger one runs: it comes before that, which is preempted first."""
+    scheduler = of_replicas(2, num_blocks=4, enable_prefix_caching=False)
+    a, b = request("a", 8, max_tokens=8), request("b", 11, max_tokens=1)
+    c, d = request("c", 4, max_tokens=8), request("d", 3, max_tokens=12)
+    for one in (a, b, c, d):
+        scheduler.add(one)
+    step = scheduler.schedule()
+    assert replicas_of(scheduler, (a, b, c, d)) == [0, 1, 0, 1]
+    finish(scheduler, step, 7, 7, 7, 7)
+    step = scheduler.schedule()
+    assert rows(step) == [("a", 8, 1, True), ("d", 3, 1, True), ("c", 0, 5, True)]
+    assert replicas_of(scheduler, (a, c, d)) == [0, 1, 1] and c.num_preemptions == 1
+    finish(scheduler, step, 7, 7, 7)
+    step = scheduler.schedule()
+    assert rows(step) == [("a", 9, 1, True), ("c", 5, 1, True), ("d", 4, 1, True)]
+    finish(scheduler, step, 7, 7, 7)
+    run(scheduler)
+    assert [len(one.output_token_ids) for one in (a, b, c, d)] == [8, 1, 8, 12]
+    assert (a.num_preemptions, c.num_preemptions) == (0, 1) and d.num_preemptions > 0
+
+
+def test_what_does_not_fit_on_a_replica_is_refused():
+    scheduler = of_replicas(2, num_blocks=3)
+    with pytest.raises(ValueError, match=r"needs 4 KV-cache blocks.*whole cache of a replica has 3 \(12 tokens\)"):
+        scheduler.add(request("a", 13))
+    assert scheduler.num_blocks == 6

@@ -57,17 +57,18 @@ def run_alone(prompt, params, most_tokens, vocabulary):
 class Simulation:
     """Runs a scheduler and holds it to the architecture's invariants 3, 6, 7 and 9 at every step."""
 
-    def __init__(self, num_blocks, vocabulary=3, lookahead=0, iterations=1, **limits):
+    def __init__(self, num_blocks, vocabulary=3, lookahead=0, iterations=1, replicas=1, **limits):
         self.limits = limits
         self.size = limits["block_size"]
         self.budget = limits["max_num_batched_tokens"]
         self.vocabulary = vocabulary
-        self.pool = BlockPool(num_blocks)
+        self.pools = [BlockPool(num_blocks) for _ in range(replicas)]
+        self.seats = min(limits["max_num_seqs"], self.budget)
         self.lookahead = lookahead
         self.iterations = iterations
-        self.scheduler = Scheduler(self.pool, iterations=lambda rows: iterations, **limits)
+        self.scheduler = Scheduler(*self.pools, iterations=lambda rows: iterations, **limits)
         self.most_tokens = min(limits["max_model_len"], num_blocks * self.size + 1)
-        self.slots = {}  # slot -> digest
+        self.slots = {}  # (replica, slot) -> digest
         self.live = {}  # id -> unfinished request, in order of arrival
         self.expected = {}  # id -> output and finish reason when run alone
         self.has_failed = False
@@ -96,12 +97,13 @@ class Simulation:
 
     def step(self):
         """Schedule and run one step, and complete the oldest if that makes too many under way, or there is none."""
-        before = self.scheduler.stats
+        before = {request.request_id: self.replica(request) for request in self.running()}
         step = self.scheduler.schedule()
         assert (not self.live) == (not self.scheduler.has_unfinished())
         if step is not None:
             self.check_caps(step)
-            self.check_order(step, admitting=self.scheduler.stats.preemptions == before.preemptions)
+            moved = {name for name, replica in before.items() if self.replica(self.live[name]) != replica}
+            self.check_order(step, {before[name] for name in moved})
             for row in step.rows:
                 self.check_row(row, step)
             self.under_way.append((step, self.execute(step)))
@@ -139,40 +141,66 @@ class Simulation:
             self.scheduler.forget_kv()
             self.slots.clear()
 
+    def running(self):
+        return [request for request in self.live.values() if request.status is RequestStatus.RUNNING]
+
+    def replica(self, request):
+        return None if request.seat is None else request.seat // self.seats
+
     def slot(self, request, position):
-        return request.block_table[position // self.size] * self.size + position % self.size
+        block = request.block_table[position // self.size]
+        return self.replica(request), block * self.size + position % self.size
 
     def check_caps(self, step):
-        assert len(step.rows) <= self.limits["max_num_seqs"]
+        assert sum(map(len, step.parts)) == len(step.rows) and len(step.parts) == len(self.pools)
+        assert len({id(row.request) for row in step.rows}) == len(step.rows)
+        assert len({row.request.seat for row in step.rows}) == len(step.rows)
+        for replica, rows in enumerate(step.parts):
+            assert all(self.replica(row.request) == replica for row in rows)
+            assert len(rows) <= min(self.limits["max_num_seqs"], step.most_rows)
+            assert step.iterations > 1 or sum(row.num_tokens for row in rows) <= min(self.budget, step.most_tokens)
+            multiple = [row.num_tokens > 1 for row in rows]
+            assert step.iterations > 1 or multiple == sorted(multiple)
         if step.iterations > 1:
             assert step.iterations == self.iterations and step.decode_only and step.num_tokens == len(step.rows)
             assert all(1 <= row.num_tokens == row.num_samples <= self.iterations for row in step.rows)
             return
-        assert step.num_tokens == sum(row.num_tokens for row in step.rows) <= self.budget
+        assert step.num_tokens == sum(row.num_tokens for row in step.rows)
         assert step.decode_only == all(row.num_tokens == 1 for row in step.rows)
-        multiple = [row.num_tokens > 1 for row in step.rows]
-        assert multiple == sorted(multiple)
-        assert len({id(row.request) for row in step.rows}) == len(step.rows)
 
-    def check_order(self, step, admitting):
-        """Whoever holds blocks is served, unless his last token is on its way, and as many as the caps allow."""
-        live = list(self.live.values())
+    def check_order(self, step, preempting):
+        """Whoever holds blocks is served, unless his last token is on its way, and as many as the caps allow.
+
+        On replicas that are `preempting` nobody is admitted.
+        """
+        live, running = list(self.live.values()), self.running()
         served = {row.request.request_id for row in step.rows}
-        running = [request for request in live if request.status is RequestStatus.RUNNING]
-        assert running == live[: len(running)]  # older before younger
+        tokens = [sum(row.num_tokens for row in rows) for rows in step.parts]
+        if len(self.pools) == 1:
+            assert running == live[: len(running)]  # older before younger
         for request in running:
             ends = request.num_tokens + request.num_pending_tokens == request.max_tokens
-            waits = step.num_tokens == self.budget and self.has_failed  # for prompts that are computed again
+            # for prompts that are computed again
+            waits = tokens[self.replica(request)] == self.budget and (self.has_failed or len(self.pools) > 1)
             assert request.request_id in served or (ends and request.num_pending_tokens) or waits
         assert served <= {request.request_id for request in running}
+        for replica in range(len(self.pools)):  # the oldest of each is in every step
+            own = [request for request in running if self.replica(request) == replica]
+            assert not own or own[0].request_id in served or own[0].num_pending_tokens
         oldest = live[0].request_id
         self.waited[oldest] += 1
-        assert (
-            self.waited[oldest] <= self.most_tokens // self.budget + 1 + self.expected_length(oldest) + self.lookahead
-        )
-        seats = min(self.limits["max_num_seqs"], self.budget)
-        if admitting and len(running) < min(len(live), seats) and step.num_tokens < self.budget:
-            assert -(-live[len(running)].num_tokens // self.size) > self.pool.num_free
+        assert self.waited[oldest] <= self.longest(oldest) + self.lookahead or len(self.pools) > 1
+        waiting = [request for request in live if request.status is RequestStatus.WAITING]
+        assert list(self.scheduler._waiting.values()) == waiting
+        for replica, pool in enumerate(self.pools):
+            taken = sum(self.replica(request) == replica for request in running)
+            room = waiting and taken < self.seats and replica not in preempting and step.iterations == 1
+            if room and tokens[replica] < self.budget:
+                assert -(-waiting[0].num_tokens // self.size) > pool.num_free
+
+    def longest(self, name):
+        """Steps that a request needs on its own."""
+        return self.most_tokens // self.budget + 1 + self.expected_length(name)
 
     def expected_length(self, name):
         return len(self.expected[name][0])
@@ -204,8 +232,9 @@ class Simulation:
             for position in range(row.start, row.start + row.num_tokens):
                 slot = self.slot(row.request, position)
                 assert slot not in written
-                assert self.pool.ref_count(slot // self.size) == 1
-                assert not self.pool.is_retained(slot // self.size)
+                replica, physical = slot
+                assert self.pools[replica].ref_count(physical // self.size) == 1
+                assert not self.pools[replica].is_retained(physical // self.size)
                 written.add(slot)
                 self.slots[slot] = own[position]
                 if position >= row.start + row.num_tokens - row.num_samples:
@@ -217,24 +246,26 @@ class Simulation:
         return tokens
 
     def check_blocks(self):
-        tables = [r.block_table for r in self.live.values()]
-        references = Counter(block for table in tables for block in table)
-        assert [self.pool.ref_count(b) for b in range(self.pool.num_blocks)] == [
-            references[b] for b in range(self.pool.num_blocks)
-        ]
-        assert self.pool.num_free + len(references) == self.pool.num_blocks
-        assert self.pool.num_referenced == len(references)
-        assert all(len(set(table)) == len(table) for table in tables)
-        stats = self.scheduler.stats
-        assert (stats.free_blocks, stats.running + stats.waiting) == (self.pool.num_free, len(self.live))
+        for replica, pool in enumerate(self.pools):
+            tables = [r.block_table for r in self.live.values() if self.replica(r) == replica]
+            references = Counter(block for table in tables for block in table)
+            assert [pool.ref_count(b) for b in range(pool.num_blocks)] == [
+                references[b] for b in range(pool.num_blocks)
+            ]
+            assert pool.num_free + len(references) == pool.num_blocks
+            assert pool.num_referenced == len(references)
+            assert all(len(set(table)) == len(table) for table in tables)
+        assert not any(r.block_table for r in self.live.values() if r.seat is None)
+        stats, free = self.scheduler.stats, sum(pool.num_free for pool in self.pools)
+        assert (stats.free_blocks, stats.running + stats.waiting) == (free, len(self.live))
 
     def drain(self):
         steps = 0
-        bound = 1 + sum(self.most_tokens // self.budget + 1 + self.expected_length(name) for name in self.live)
+        bound = 1 + sum(map(self.longest, self.live))
         bound += self.lookahead * (1 + len(self.live))
         while self.live:
             self.step()
-            if steps % (1 + self.pool.num_blocks // 100) == 0:  # the check looks at every block: seldom, where many
+            if steps % (1 + self.pools[0].num_blocks // 100) == 0:  # it looks at every block: seldom, where many
                 self.check_blocks()
             steps += 1
             assert steps <= bound
@@ -242,7 +273,7 @@ class Simulation:
         while self.under_way:  # of requests that ended meanwhile
             self.complete()
         self.check_blocks()
-        assert self.pool.num_free == self.pool.num_blocks
+        assert all(pool.num_free == pool.num_blocks for pool in self.pools)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -258,9 +289,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         constant_hash=st.booleans(),
         lookahead=st.integers(0, 2),
         iterations=st.integers(1, 3),
+        replicas=st.sampled_from([1, 1, 2, 3]),
     )
     def start(
-        self, num_blocks, block_size, max_num_seqs, budget, max_model_len, caching, constant_hash, lookahead, iterations
+        self,
+        num_blocks,
+        block_size,
+        max_num_seqs,
+        budget,
+        max_model_len,
+        caching,
+        constant_hash,
+        lookahead,
+        iterations,
+        replicas,
     ):
         if constant_hash:
             self.hash_patch = patch.object(PrefixKey, "__hash__", lambda key: 0)
@@ -274,6 +316,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             enable_prefix_caching=caching,
             lookahead=lookahead,
             iterations=iterations,
+            replicas=replicas,
         )
         self.names = iter(range(10**6))
 
@@ -362,6 +405,7 @@ TestScheduler.settings = settings(
         (50, {"max_num_batched_tokens": 32, "max_num_seqs": 3}, True),
         (2000, {"lookahead": 1, "iterations": 4}, False),
         (50, {"lookahead": 1, "iterations": 4}, True),
+        (50, {"lookahead": 1, "iterations": 4, "replicas": 2}, True),
     ],
 )
 def test_random_requests_with_shared_prefixes(num_blocks, changes, preempts):
