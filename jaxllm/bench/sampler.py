@@ -28,6 +28,7 @@ from jaxllm.engine.seats import Seats
 from jaxllm.engine.spec import RunnerSpec
 from jaxllm.engine.step import ScheduledRow, Step
 from jaxllm.engine.step_shape import PackedLayout, StepShape
+from jaxllm.parallel.mesh import TENSOR
 from jaxllm.sampling.packing import NO_TOKEN
 
 DESCRIPTION = """Time the end of a decode step, from logits to tokens, for requests that ask for more and more.
@@ -243,7 +244,7 @@ class _Bench:
             return 2 * flat + jnp.where(likely, 12 * jax.random.exponential(height, size), 0)
 
         with self.placement.own_mesh():
-            return jax.jit(make, out_shardings=self.placement.logits)()
+            return jax.jit(make, out_shardings=self.placement.sharding(None, TENSOR))()
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ class KVLayout:
 
     Attributes:
         num_layers: layers of the model.
-        num_kv_heads: KV heads over all devices, replicas included.
+        num_kv_heads: KV heads over all devices of a model, repeated ones included.
         block_size: tokens per block.
         head_dim: elements per head.
         dtype: of the elements; uint8 for the bits of a float8, where XLA attends (`as_bytes`).
@@ -76,11 +76,12 @@ class KVLayout:
         return NamedSharding(placement.mesh, placement.kv_spec)
 
     def abstract(self, num_blocks: int, placement: Placement) -> jax.ShapeDtypeStruct:
-        """Shape, dtype and sharding, for compiling before the array exists."""
-        return jax.ShapeDtypeStruct(self.shape(num_blocks), self.dtype, sharding=self.sharding(placement))
+        """Shape, dtype and sharding of `num_blocks` on each replica, for compiling before the array exists."""
+        shape = self.shape(num_blocks * placement.data_parallel_size)
+        return jax.ShapeDtypeStruct(shape, self.dtype, sharding=self.sharding(placement))
 
     def allocate(self, num_blocks: int, placement: Placement) -> jax.Array:
         """The array, zero-filled where it lies: there is no copy on the host and no second one on a device."""
-        shape, sharding = self.shape(num_blocks), self.sharding(placement)
+        array = self.abstract(num_blocks, placement)
         with placement.own_mesh():
-            return jax.jit(lambda: jnp.zeros(shape, self.dtype), out_shardings=sharding)()
+            return jax.jit(lambda: jnp.zeros(array.shape, array.dtype), out_shardings=array.sharding)()

@@ -139,16 +139,15 @@ def paged_attend(
         run = partial(_mosaic_gpu, interpret=interpret)
 
     def attend(layer: int | Int[Array, ""], q: Array, k: Array, v: Array, kv: KVArray) -> tuple[Array, KVArray]:
-        def local(plan: Any, batch: PagedBatch, q: Array, k: Array, v: Array, kv: KVArray) -> tuple[Array, KVArray]:
+        def local(
+            plan: Any, batch: PagedBatch, layer: Array, q: Array, k: Array, v: Array, kv: KVArray
+        ) -> tuple[Array, KVArray]:
             return run(plan, batch, layer, q, k, v, kv, layout.scales_of(layer))
 
         everywhere = PartitionSpec()
-        heads_spec, kv_spec = placement.heads_spec, placement.kv_spec
-        specs = (everywhere, everywhere, heads_spec, heads_spec, heads_spec, kv_spec)
-        # The kernels write the cache through references, for which jax has no varying-axes check.
-        out = (heads_spec, kv_spec)
-        sharded = jax.shard_map(local, mesh=placement.mesh, in_specs=specs, out_specs=out, check_vma=False)
-        return sharded(plan, batch, q, k, v, kv)
+        heads_spec, kv_spec = placement.heads_spec, placement.own_kv_spec
+        specs = (everywhere, everywhere, everywhere, heads_spec, heads_spec, heads_spec, kv_spec)
+        return placement.on_each_device(local, specs, (heads_spec, kv_spec))(plan, batch, jnp.int32(layer), q, k, v, kv)
 
     return attend
 

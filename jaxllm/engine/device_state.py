@@ -4,7 +4,7 @@ Plain requests only use `last_tokens`. The rest changes once in the life of a re
 step: the few requests that need it are written by a program of their own before their first step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -15,19 +15,20 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Int32, UInt32
 
 from jaxllm.engine.request import Request
+from jaxllm.parallel.mesh import DATA
 from jaxllm.parallel.placement import Placement
 from jaxllm.sampling.packing import NO_TOKEN, edit_row, mask_of, penalty_row
 from jaxllm.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS
 
 ROWS_PER_UPDATE = 8
-"""Seats that one call of an update program writes."""
+"""Seats of each replica that one call of an update program writes."""
 
 OWN_EDITS, OWN_MASK = 1, 2
 """Bits of a row's `extras`: its history, penalties, biases, bad words and processors are in the state; its mask is."""
 
 
 class DeviceState(NamedTuple):
-    """By seat; donated through every program.
+    """By seat, each replica's on its own devices; donated through every program.
 
     Attributes:
         last_tokens: the last sampled token.
@@ -69,13 +70,13 @@ def abstract_state(num_seats: int, max_model_len: int, vocab: int) -> DeviceStat
 
 
 def placed(state: DeviceState, placement: Placement) -> DeviceState:
-    """The same shapes, whole on every device."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placement.replicated), state)
+    """The same shapes, divided among replicas."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placement.sharding(DATA)), state)
 
 
 def allocate_state(shapes: DeviceState, placement: Placement) -> DeviceState:
-    """Zeros on every device."""
-    return jax.tree.map(lambda x: placement.put(np.zeros(x.shape, x.dtype)), shapes)
+    """Zeros, divided among replicas."""
+    return jax.tree.map(lambda x: placement.put(np.zeros(x.shape, x.dtype), DATA), shapes)
 
 
 def extras_of(request: Request) -> int:
@@ -90,21 +91,24 @@ class StateUpdates:
     """The programs that write rows of the state, compiled when made.
 
     Args:
-        shapes: of the state.
+        shapes: of the state of all replicas.
         placement: where it lies.
     """
 
     def __init__(self, shapes: DeviceState, placement: Placement):
         self._placement = placement
         self._parts = {name: shape for name, shape in shapes._asdict().items() if name != "last_tokens"}
-        self._num_seats = shapes.last_tokens.shape[0]
+        self._replicas = placement.data_parallel_size
+        self._num_seats = shapes.last_tokens.shape[0] // self._replicas  # of each
         self._width = sum(_words(shape) for shape in self._parts.values())
         self._mask_words = _words(shapes.mask)
         on_device = placed(shapes, placement)
 
-        def compiled(function: object, width: int) -> jax.stages.Compiled:
-            packed = jax.ShapeDtypeStruct((ROWS_PER_UPDATE, 1 + width), jnp.int32, sharding=placement.replicated)
-            jitted = jax.jit(function, donate_argnums=0, out_shardings=placement.replicated)
+        def compiled(function: Callable[..., DeviceState], width: int) -> jax.stages.Compiled:
+            rows, by_replica = self._replicas * ROWS_PER_UPDATE, placement.spec(DATA)
+            packed = jax.ShapeDtypeStruct((rows, 1 + width), jnp.int32, sharding=placement.sharding(DATA))
+            function = placement.on_each_replica(function, (by_replica, by_replica), by_replica)
+            jitted = jax.jit(function, donate_argnums=0, out_shardings=placement.sharding(DATA))
             with placement.own_mesh():
                 return jitted.lower(on_device, packed).compile()
 
@@ -129,19 +133,24 @@ class StateUpdates:
 
     def rehearse(self, state: DeviceState) -> DeviceState:
         """Run both on nothing."""
-        nothing = np.full((1, 1), self._num_seats, np.int32)
         for program, width in ((self._admit, self._width), (self._mask, self._mask_words)):
-            state = self._in_turns(program, state, np.pad(nothing, ((0, 0), (0, width))))
+            nothing = np.full((self._replicas * ROWS_PER_UPDATE, 1 + width), self._num_seats, np.int32)
+            state = program(state, self._placement.put(nothing, DATA))
         return state
 
     def _in_turns(
         self, program: jax.stages.Compiled, state: DeviceState, rows: Int32[np.ndarray, "rows width"]
     ) -> DeviceState:
-        for start in range(0, len(rows), ROWS_PER_UPDATE):
-            packed = np.full((ROWS_PER_UPDATE, rows.shape[1]), self._num_seats, np.int32)  # past the end: not written
-            some = rows[start : start + ROWS_PER_UPDATE]
-            packed[: len(some)] = some
-            state = program(state, self._placement.put(packed))
+        replica, seat = np.divmod(rows[:, 0], self._num_seats)
+        shares = [np.flatnonzero(replica == index) for index in range(self._replicas)]
+        for start in range(0, max(map(len, shares)), ROWS_PER_UPDATE):
+            size = (self._replicas, ROWS_PER_UPDATE, rows.shape[1])
+            packed = np.full(size, self._num_seats, np.int32)  # past the end: not written
+            for part, share in zip(packed, shares, strict=True):
+                some = share[start : start + ROWS_PER_UPDATE]
+                part[: len(some)] = rows[some]
+                part[: len(some), 0] = seat[some]
+            state = program(state, self._placement.put(packed.reshape(-1, rows.shape[1]), DATA))
         return state
 
     def _row(self, request: Request) -> Int32[np.ndarray, "width"]:

@@ -4,10 +4,8 @@ There elementwise work is bound by memory, and XLA passes over q, k and v three 
 more than it must. `Decoder.paged` runs these blocks in place of its own; what is between them is the same.
 """
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
@@ -58,11 +56,6 @@ def block_of_many_tokens(
     own_slots = lax.optimization_barrier(jnp.arange(batch.slots.shape[0], dtype=jnp.int32))  # made once for all layers
     everywhere = PartitionSpec()
 
-    def on_each_device(run: Callable[..., Any], arguments: Sequence[Any], specs: Sequence[Any], out: Any) -> Any:
-        # The kernels write the cache through references, for which jax has no varying-axes check.
-        sharded = jax.shard_map(run, mesh=placement.mesh, in_specs=tuple(specs), out_specs=out, check_vma=False)
-        return sharded(*arguments)
-
     def attended(
         attention: SelfAttention, x: Array, angles: Rotation, layer: Int[Array, ""], kv: KVArray
     ) -> tuple[Float[Array, "tokens heads head_dim"], KVArray]:
@@ -91,9 +84,11 @@ def block_of_many_tokens(
             return attend_pages(plan, batch, layer, q, kv, scales, interpret=interpret), kv
 
         projected = _projected(attention, x, merged=layout.tensor_parallel_size == 1)
-        heads_spec, kv_spec = placement.heads_spec, placement.kv_spec
+        heads_spec, kv_spec = placement.heads_spec, placement.own_kv_spec
         specs = (heads_spec, everywhere, everywhere, everywhere, everywhere, everywhere, kv_spec)
-        return on_each_device(local, (projected, norms, angles, batch, plan, layer, kv), specs, (heads_spec, kv_spec))
+        run = placement.on_each_device(local, specs, (heads_spec, kv_spec))
+        out: tuple[Array, KVArray] = run(projected, norms, angles, batch, plan, layer, kv)
+        return out
 
     def activated(mlp: MLP, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens mlp"]:
         gate, up = mlp.gate_proj, mlp.up_proj
@@ -107,7 +102,9 @@ def block_of_many_tokens(
             return swiglu(x, gate, up, interpret=interpret)
 
         rows, columns_spec = placement.spec(TENSOR, None), placement.spec(None, TENSOR)
-        return on_each_device(local, (x, gate.weight[...], up.weight[...]), (everywhere, rows, rows), columns_spec)
+        run = placement.on_each_device(local, (everywhere, rows, rows), columns_spec)
+        activation: Array = run(x, gate.weight[...], up.weight[...])
+        return activation
 
     def block(
         layer: DecoderLayer, x: Array, angles: Rotation, index: Int[Array, ""], kv: KVArray

@@ -21,11 +21,12 @@ from jaxllm.engine.attention import Attention
 from jaxllm.engine.device_state import placed
 from jaxllm.engine.spec import RunnerSpec
 from jaxllm.engine.startup import StartupTimes
-from jaxllm.engine.step_program import StepFunction, step_function
+from jaxllm.engine.step_program import StepFunction, StepResults, step_function
 from jaxllm.engine.step_shape import PackedLayout, StepShape
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.params import parameter_specs
 from jaxllm.models.weights import Weights
+from jaxllm.parallel.mesh import DATA
 from jaxllm.parallel.placement import Placement
 
 _LOWERING = threading.Lock()
@@ -87,7 +88,8 @@ def lower_exported(
 
 
 def _step(spec: RunnerSpec, weights: Weights, layout: KVLayout, shape: StepShape) -> StepFunction:
-    return step_function(
+    """The step of all replicas: the weights are the same, and each has its own blocks, seats, rows and results."""
+    run = step_function(
         weights,
         layout,
         shape,
@@ -99,20 +101,33 @@ def _step(spec: RunnerSpec, weights: Weights, layout: KVLayout, shape: StepShape
         processors=spec.processors,
     )
 
+    def step(leaves: Any, kv: Any, state: Any, packed: Any) -> Any:
+        return run(leaves, kv, spec.placement.undivided(state), packed)
+
+    part = spec.placement.spec
+    blocks, seats = part(None, None, DATA), part(DATA)
+    results = StepResults(**{name: part(*parts) for name, parts in _RESULTS.items()})
+    return spec.placement.on_each_replica(step, (part(), blocks, seats, part(DATA)), (results, blocks, seats))
+
+
+_RESULTS = {"tokens": (None, DATA), "logprobs": (None, DATA), "prompt": (DATA,)}
+"""How results are divided among replicas: by rows, and by tokens."""
+
 
 def _arguments(
     spec: RunnerSpec, weights: Weights, layout: KVLayout, num_blocks: int, shape: StepShape
 ) -> tuple[Any, ...]:
     placement = spec.placement
-    packed = jax.ShapeDtypeStruct((PackedLayout(shape).size,), jnp.int32, sharding=placement.replicated)
+    size = placement.data_parallel_size * PackedLayout(shape).size
+    packed = jax.ShapeDtypeStruct((size,), jnp.int32, sharding=placement.sharding(DATA))
     return weights.leaves, layout.abstract(num_blocks, placement), placed(spec.state, placement), packed
 
 
 def _lower(
     step: StepFunction, spec: RunnerSpec, weights: Weights, layout: KVLayout, num_blocks: int, shape: StepShape
 ) -> jax.stages.Lowered:
-    everywhere = spec.placement.replicated
-    out = (everywhere, layout.sharding(spec.placement), everywhere)
+    results = StepResults(**{name: spec.placement.for_host(*parts) for name, parts in _RESULTS.items()})
+    out = (results, layout.sharding(spec.placement), spec.placement.sharding(DATA))
     jitted = jax.jit(step, donate_argnums=(1, 2), out_shardings=out)
     arguments = _arguments(spec, weights, layout, num_blocks, shape)
     with spec.placement.own_mesh():

@@ -28,11 +28,16 @@ class Reported:
         self._prompt: TokenLogprobs | None = jax.tree.map(np.asarray, results.prompt)
         self._place = {}
         if self._sampled is not None:
-            self._place = {row.request.request_id: i for i, row in enumerate(step.rows)}
+            places = step.places(self._sampled.rank.shape[1] // max(1, len(step.shares))).tolist()
+            self._place = {row.request.request_id: place for row, place in zip(step.rows, places, strict=True)}
         self._first = {}
         if self._prompt is not None:  # such a step has one iteration
-            ends = np.cumsum([row.num_tokens for row in step.rows])
-            self._first = {row: int(end) - row.num_tokens for row, end in zip(step.rows, ends, strict=True)}
+            tokens = self._prompt.rank.shape[0] // max(1, len(step.shares))
+            for replica, rows in enumerate(step.parts):
+                end = replica * tokens
+                for row in rows:
+                    self._first[row] = end
+                    end += row.num_tokens
 
     def prompts(self) -> Iterator[tuple[ScheduledRow, Request]]:
         """Rows with log probabilities of prompt tokens."""

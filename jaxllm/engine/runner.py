@@ -34,6 +34,7 @@ from jaxllm.memory.verify import check_late, settle, verify
 from jaxllm.models.params import parameter_specs
 from jaxllm.models.weights import Weights
 from jaxllm.parallel import distributed
+from jaxllm.parallel.mesh import DATA
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +73,8 @@ class Runner:
         self.layout = spec.layout
         self.attention = spec.attention  # refuses, if it must, before anything is loaded
         self.shapes = spec.shapes
-        self.seats = Seats(config.max_rows, self.shapes.blocks_per_row, self.shapes.samplers)
+        replicas = spec.placement.data_parallel_size
+        self.seats = Seats(config.max_rows, self.shapes.blocks_per_row, self.shapes.samplers, replicas)
         self._demand = demand = cache_demand(spec)
         if not isinstance(source, Weights):
             check_weights(devices, demand)
@@ -99,7 +101,7 @@ class Runner:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the KV cache."""
+        """Blocks of the KV cache that each replica has."""
         return self.memory_report.num_kvcache_blocks
 
     def _size(
@@ -153,7 +155,8 @@ class Runner:
         if self.spec.platform == "cpu":
             return
         for program in self.programs:
-            packed = self.spec.placement.put(program.layout.empty()[0])
+            nothing = np.tile(program.layout.empty()[0], self.spec.placement.data_parallel_size)
+            packed = self.spec.placement.put(nothing, DATA)
             _, self.kv, self.state = program.compiled(self.weights.leaves, self.kv, self.state, packed)
         self.state = self.updates.rehearse(self.state)
         jax.block_until_ready(self.kv)
@@ -173,7 +176,7 @@ class Runner:
         if step.masks is not None:
             self.state = self.updates.set_masks(self.state, *step.masks)
         program = self.programs[self.shapes.fitting(step, seats.level(seat), seats.wants_prompt_logprobs)]
-        packed = self.spec.placement.put(program.layout.pack(step, seats, seat))
+        packed = self.spec.placement.put(program.layout.pack(step, seats, seat), DATA)
         results, self.kv, self.state = program.compiled(self.weights.leaves, self.kv, self.state, packed)
         results = results._replace(
             logprobs=results.logprobs if seats.wants_logprobs else None,
@@ -185,7 +188,9 @@ class Runner:
 
     def collect(self, step: Step, results: StepResults) -> list[list[int]]:
         """Wait for a step; the tokens of each of its rows, one from each iteration."""
-        sampled: list[list[int]] = np.asarray(results.tokens)[:, : len(step.rows)].T.tolist()
+        tokens = np.asarray(results.tokens)
+        rows = tokens.shape[1] // self.spec.placement.data_parallel_size
+        sampled: list[list[int]] = tokens[:, step.places(rows)].T.tolist()
         return sampled
 
     def restore_cache(self) -> bool:

@@ -39,10 +39,18 @@ class Seats:
         wants_prompt_logprobs: whether one does so for prompt tokens that it computes.
         newcomers: requests with extras that have come to their seats and are not yet in the state on the device.
         levels: int32 `[seats]`, the first of the sampler's variants that serves it.
+        per_replica: seats of each replica: those of the first one come first.
     """
 
-    def __init__(self, num_seats: int, blocks_per_row: int, samplers: Samplers = (SamplingMode.EVERYTHING,)):
-        """State for `num_seats` requests of `blocks_per_row` blocks; `samplers` as in `StepShapes`."""
+    def __init__(
+        self,
+        per_replica: int,
+        blocks_per_row: int,
+        samplers: Samplers = (SamplingMode.EVERYTHING,),
+        replicas: int = 1,
+    ):
+        """State for `per_replica` requests of `blocks_per_row` blocks each; `samplers` as in `StepShapes`."""
+        self.per_replica, num_seats = per_replica, per_replica * replicas
         self._samplers = samplers
         last = samplers[-1]
         self._processors = last.processors if isinstance(last, SamplerVariant) else ()

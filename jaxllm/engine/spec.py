@@ -103,13 +103,15 @@ class RunnerSpec:
 
     @property
     def has_sampling_kernel(self) -> bool:
-        """Whether the sampling kernel runs: where the others do, on one device, which has whole rows of logits."""
-        return self.attention is Attention.MOSAIC_GPU and self.placement.mesh.devices.size == 1
+        """Whether the sampling kernel runs: where the others do, on a replica that is one device."""
+        replicas = self.placement.data_parallel_size
+        return self.attention is Attention.MOSAIC_GPU and self.placement.mesh.size == replicas
 
     @cached_property
     def state(self) -> DeviceState:
-        """Shapes of the state on the device."""
-        return abstract_state(self.config.max_rows, self.max_model_len, self.run_time.vocab_size)
+        """Shapes of the state on the devices, of all replicas."""
+        seats = self.config.max_rows * self.placement.data_parallel_size
+        return abstract_state(seats, self.max_model_len, self.run_time.vocab_size)
 
     @cached_property
     def executables(self) -> ExecutableCache:

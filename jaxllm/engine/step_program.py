@@ -105,7 +105,7 @@ def step_function(
             hidden, kv = model.paged(tokens, positions, attend(decode=shape.decode), kv, wanted, run_block)
 
         def project(hidden: Array) -> Array:
-            return lax.with_sharding_constraint(model.logits(hidden), placement.logits)
+            return placement.divide_logits(model.logits(hidden))
 
         suppressed = jnp.where((iteration < fields.suppress)[:, None], fields.sampling.suppressed, _NO_TOKEN)
         inputs = fields.sampling._replace(position=batch.context_lens, suppressed=suppressed)

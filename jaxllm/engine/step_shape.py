@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Int, Int32
 
 from jaxllm.engine.seats import ROW_PARAMS, Seats
-from jaxllm.engine.step import Step
+from jaxllm.engine.step import ScheduledRow, Step
 from jaxllm.sampling.inputs import SamplingInputs
 from jaxllm.sampling.sampler import SamplingMode
 from jaxllm.sampling.variant import KERNEL, PLAIN, SamplerVariant
@@ -26,7 +26,7 @@ _ROW_FIELDS = ("context_len", "seat", "on_device", "samples", "suppress", "extra
 
 @dataclass(frozen=True)
 class StepShape:
-    """Shape of one compiled program.
+    """Shape of one compiled program, as each replica runs it.
 
     Attributes:
         tokens: flattened tokens of an iteration.
@@ -109,9 +109,9 @@ class StepShapes:
             level: which of the samplers its rows need.
             prompt_logprobs: whether it has tokens of prompts whose log probabilities are asked for: a mixed step then.
         """
-        if step.decode_only and not prompt_logprobs and step.iterations == self.iterations(len(step.rows)):
-            return next(shape for shape in self._decode[level] if shape.rows >= len(step.rows))
-        return next(shape for shape in self._mixed[level] if shape.tokens >= step.num_tokens)
+        if step.decode_only and not prompt_logprobs and step.iterations == self.iterations(step.most_rows):
+            return next(shape for shape in self._decode[level] if shape.rows >= step.most_rows)
+        return next(shape for shape in self._mixed[level] if shape.tokens >= step.most_tokens)
 
 
 def _buckets(smallest: int, growth: int, cap: int) -> list[int]:
@@ -155,7 +155,7 @@ class StepFields(NamedTuple):
 
 
 class PackedLayout:
-    """Where each field of a step lies in its buffer. float32 values travel as their bits."""
+    """Where each field of a replica's step lies in its buffer. float32 values travel as their bits."""
 
     def __init__(self, shape: StepShape):
         rows = shape.rows
@@ -183,21 +183,43 @@ class PackedLayout:
         view["seat"][:] = np.iinfo(np.int32).max
         return buffer, view
 
-    def pack(self, step: Step, seats: Seats, seat: Int32[np.ndarray, "step_rows"]) -> Int32[np.ndarray, "size"]:
-        """Write a step into a new buffer; rows and tokens beyond the step's are padding.
+    def pack(self, step: Step, seats: Seats, seat: Int32[np.ndarray, "step_rows"]) -> Int32[np.ndarray, "buffers"]:
+        """Write a step into a new buffer for each replica, one behind the other.
+
+        Rows and tokens beyond the step's are padding.
 
         Args:
             step: to write.
             seats: what is repeated in every step of its rows.
             seat: theirs, as `seats.update` returned it.
         """
-        buffer, view = self.empty()
-        rows, count = step.rows, len(step.rows)
-        view["seat"][:count] = seat
+        # All replicas run the sampler that one of them needs: the step ends with the last of them.
+        samples = np.fromiter((row.num_samples > 0 for row in step.rows), bool, len(step.rows))
+        mode = np.max(seats.modes[seat], where=samples, initial=SamplingMode.GREEDY)
+        first = 1 if step.iterations > 1 else None  # tokens of the first iteration
+        buffers, end = [], 0
+        for rows in step.parts:
+            buffer, view = self.empty()
+            view["mode"][:] = mode, seats.wants_prompt_logprobs
+            if rows:
+                begin, end = end, end + len(rows)
+                self._write(view, rows, seats, seat[begin:end], first)
+            buffers.append(buffer)
+        return buffers[0] if len(buffers) == 1 else np.concatenate(buffers)
+
+    @staticmethod
+    def _write(
+        view: dict[str, np.ndarray],
+        rows: Sequence[ScheduledRow],
+        seats: Seats,
+        seat: Int32[np.ndarray, "rows"],
+        first: int | None,
+    ) -> None:
+        count = len(rows)
+        view["seat"][:count] = seat % seats.per_replica
         view["params"][:count] = seats.params[seat]
         view["extras"][:count] = seats.extras[seat]
         view["block_tables"][:count] = seats.block_tables[seat]
-        first = 1 if step.iterations > 1 else None  # tokens of the first iteration
         lengths = np.fromiter((first or row.num_tokens for row in rows), np.int32, count)
         view["context_len"][:count] = np.fromiter((row.start for row in rows), np.int32, count) + lengths
         view["samples"][:count] = np.fromiter((row.num_samples for row in rows), np.int32, count)
@@ -213,14 +235,11 @@ class PackedLayout:
             if request.params.min_tokens:
                 sampled = request.num_output_tokens + request.num_pending_tokens - row.num_samples
                 suppress[i] = max(0, request.params.min_tokens - sampled)
-        view["mode"][0] = np.max(seats.modes[seat], where=view["samples"][:count] > 0, initial=SamplingMode.GREEDY)
         if seats.wants_prompt_logprobs:
-            view["mode"][1] = 1
             for i, row in enumerate(rows):
                 behind = row.start + row.num_tokens
                 if behind < row.request.num_prompt_tokens:
                     view["next_token"][i] = row.request.token_ids[behind]
-        return buffer
 
     def unpack(self, buffer: Int32[Array, "size"]) -> StepFields:
         """Read the buffer inside a program."""

@@ -14,6 +14,7 @@ from jaxllm.engine.seats import row_params
 from jaxllm.engine.step_shape import PackedLayout, StepShape, StepShapes
 from jaxllm.memory.report import ProgramReport
 from jaxllm.memory.warmup import measure_programs
+from jaxllm.parallel.mesh import DATA
 from jaxllm.parallel.placement import Placement
 from jaxllm.sampling.sampler import SamplingMode
 from jaxllm.sampling_params import SamplingParams
@@ -68,7 +69,8 @@ class _Cache:
 
     def run(self, weights: tuple[jax.Array, ...], program: Program, max_model_len: int) -> Callable[[], None]:
         """A function that runs `program` once and waits. Its input lies on the device before, and is no part of it."""
-        packed = self.placement.put(worst_step(program.layout, max_model_len))
+        worst = np.tile(worst_step(program.layout, max_model_len), self.placement.data_parallel_size)
+        packed = self.placement.put(worst, DATA)
         state = allocate_state(self.state, self.placement)
 
         def once() -> None:

@@ -9,15 +9,18 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 DATA, TENSOR = "data", "tensor"
 
 
-def make_mesh(tensor_parallel_size: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh of `[1, tensor_parallel_size]` devices with the axes `data` and `tensor`.
+def make_mesh(
+    tensor_parallel_size: int, data_parallel_size: int = 1, devices: Sequence[jax.Device] | None = None
+) -> Mesh:
+    """A mesh of `[data_parallel_size, tensor_parallel_size]` devices with the axes `data` and `tensor`.
 
     Args:
         tensor_parallel_size: devices that a model is split over.
+        data_parallel_size: replicas of it, each on the next so many devices.
         devices: which to take from, in order; default all of this process's.
 
     Raises:
-        ValueError: if there are fewer devices; says how to get more on a CPU.
+        ValueError: if there are fewer devices; says which sizes would do, and how to get more devices on a CPU.
     """
     devices = jax.devices() if devices is None else devices
     if tensor_parallel_size > len(devices):
@@ -25,7 +28,14 @@ def make_mesh(tensor_parallel_size: int, devices: Sequence[jax.Device] | None = 
             f"tensor_parallel_size={tensor_parallel_size}, but there are {len(devices)} {devices[0].platform} "
             "device(s). On a CPU, XLA_FLAGS=--xla_force_host_platform_device_count=N makes N"
         )
-    grid = np.asarray(devices[:tensor_parallel_size]).reshape(1, tensor_parallel_size)
+    count = tensor_parallel_size * data_parallel_size
+    if count > len(devices):
+        raise ValueError(
+            f"data_parallel_size={data_parallel_size} with tensor_parallel_size={tensor_parallel_size} takes {count} "
+            f"devices, but there are {len(devices)} {devices[0].platform} device(s): with this "
+            f"tensor_parallel_size, up to {len(devices) // tensor_parallel_size} replicas would do"
+        )
+    grid = np.asarray(devices[:count]).reshape(data_parallel_size, tensor_parallel_size)
     return Mesh(grid, (DATA, TENSOR), axis_types=(AxisType.Auto, AxisType.Auto))
 
 

@@ -3,9 +3,10 @@
 All partition specs of the engine come from here, so that a caller can bring his own mesh with his own names.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,7 +26,8 @@ class Placement:
         mesh: all devices of the engine. Its axes are of type Auto, whatever the caller's are: the engine states
             shardings at the edges of its programs, and XLA derives what lies between.
         tensor: mesh axes that a layer is divided among; none: every device holds the whole model.
-        data: mesh axes that requests and KV blocks are divided among; none: one group serves all requests.
+        data: mesh axes that requests and KV blocks are divided among: the devices along them are replicas of the model;
+            none: there is one.
     """
 
     mesh: Mesh
@@ -74,7 +76,7 @@ class Placement:
 
     @property
     def data_parallel_size(self) -> int:
-        """Groups of devices among which requests are divided."""
+        """Replicas of the model, among which requests are divided."""
         return self._size(self.data)
 
     @property
@@ -96,14 +98,27 @@ class Placement:
         """The whole array on every device."""
         return self.sharding()
 
-    def put(self, array: np.ndarray) -> jax.Array:
-        """`array`, equal on all processes, on every device.
+    @property
+    def is_local(self) -> bool:
+        """Whether all devices belong to this process."""
+        return len(self.local_devices) == self.mesh.size
+
+    def put(self, array: np.ndarray, *parts: str | None) -> jax.Array:
+        """`array`, equal on all processes, divided by `parts` as in `spec`; whole on every device without them.
 
         `jax.device_put` would compare it between the processes each time, which costs a round of communication.
         """
-        if len(self.local_devices) == self.mesh.size:
-            return jax.device_put(array, self.replicated)
-        return jax.make_array_from_callback(array.shape, self.replicated, lambda index: array[index])
+        sharding = self.sharding(*parts)
+        if self.is_local:
+            return jax.device_put(array, sharding)
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+    def for_host(self, *parts: str | None) -> NamedSharding:
+        """Of what the host reads, made in `parts` as in `spec`: so, if this process has all of them, else whole.
+
+        The schedule of every process needs the tokens of all replicas; nothing else is ever sent between these.
+        """
+        return self.sharding(*parts) if self.is_local else self.replicated
 
     @property
     def heads_spec(self) -> PartitionSpec:
@@ -116,9 +131,57 @@ class Placement:
         return self.spec(None, None, DATA, TENSOR, None, None)
 
     @property
-    def logits(self) -> NamedSharding:
-        """Of logits `[rows, vocab]`: divided by the vocabulary."""
-        return self.sharding(None, TENSOR)
+    def own_kv_spec(self) -> PartitionSpec:
+        """Of the part of the KV array that a replica has: by KV heads."""
+        return self.spec(None, None, None, TENSOR, None, None)
+
+    def undivided(self, arrays: Any) -> Any:
+        """`arrays`, of which each device of a replica keeps all, whatever is made of them; inside a step."""
+        if self.data_parallel_size == 1 or self.tensor_parallel_size == 1:  # else arguments and results are known
+            return arrays
+        return jax.lax.with_sharding_constraint(arrays, PartitionSpec())
+
+    def divide_logits(self, logits: jax.Array) -> jax.Array:
+        """Logits `[rows, vocab]`, divided by the vocabulary; inside a step."""
+        if self.tensor_parallel_size == 1:
+            return logits
+        return jax.lax.with_sharding_constraint(logits, self.spec(None, TENSOR))
+
+    def on_each_replica(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """`function` run by each replica for itself, on its part of the arguments: none of it can reach another.
+
+        Inside it layers are divided among the tensor axes as they are outside; with one device for a replica, it is a
+        program for one device. Where there is one replica, this is `function`.
+
+        Args:
+            function: of the parts.
+            in_specs: how each argument is divided among replicas, as `jax.shard_map` takes it.
+            out_specs: likewise, of the results.
+        """
+        if self.data_parallel_size == 1:
+            return function
+        replica = self.tensor if self.tensor_parallel_size > 1 else ()
+        manual = frozenset(self.mesh.axis_names) - frozenset(replica)
+        # The kernels write the cache through references, for which jax has no varying-axes check.
+        return jax.shard_map(
+            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=manual, check_vma=False
+        )
+
+    def on_each_device(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """`function` run by each device of a replica for itself; within `on_each_replica` or, if there is one, without.
+
+        Args:
+            function: of the parts of one device.
+            in_specs: how each argument is divided among the devices of a replica, as `jax.shard_map` takes it.
+            out_specs: likewise, of the results.
+        """
+        if self.data_parallel_size == 1:
+            return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        if self.tensor_parallel_size == 1:
+            return function
+        return jax.shard_map(
+            function, in_specs=in_specs, out_specs=out_specs, axis_names=frozenset(self.tensor), check_vma=False
+        )
 
     @contextmanager
     def own_mesh(self) -> Iterator[None]:

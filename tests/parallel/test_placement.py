@@ -19,7 +19,7 @@ def test_the_engine_s_own_mesh() -> None:
     assert (placement.tensor_parallel_size, placement.data_parallel_size) == (4, 1)
     assert placement.spec(TENSOR, None) == P("tensor", None) and placement.replicated.spec == P()
     assert placement.kv_spec == P(None, None, None, "tensor", None, None)
-    assert placement.heads_spec == P(None, "tensor", None) and placement.logits.spec == P(None, "tensor")
+    assert placement.heads_spec == P(None, "tensor", None)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit, AxisType.Manual])
