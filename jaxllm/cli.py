@@ -29,13 +29,14 @@ ENGINE_HELP: dict[str, tuple[Callable[[str], Any], str]] = {
     "dtype": (str, "float32, bfloat16, float16, or auto: the checkpoint's, and float32 on a CPU"),
     "kv_cache_dtype": (str, "fp8 or fp8_e4m3 (one byte a number), or auto, the default: as --dtype"),
     "attention": (str, "mosaic_gpu (kernels for NVIDIA Hopper GPUs), xla (runs everywhere), or auto, the default"),
-    "max_num_batched_tokens": (int, "most tokens of one step over all requests"),
-    "max_num_seqs": (int, "most requests in one step"),
+    "max_num_batched_tokens": (int, "most tokens of one step on a replica, over all its requests"),
+    "max_num_seqs": (int, "most requests of a replica in one step"),
     "max_model_len": (int, "most tokens of a request, prompt and output together; default 4096, capped by the model"),
     "gpu_memory_utilization": (float, "share of the device's memory to use"),
     "tensor_parallel_size": (int, "devices to split the model over"),
+    "data_parallel_size": (int, "replicas of the model, each on so many devices, to divide requests among"),
     "kvcache_block_size": (int, "tokens per KV-cache block, a multiple of 16 up to 256"),
-    "num_kvcache_blocks": (int, "KV-cache blocks; -1: as many as fit"),
+    "num_kvcache_blocks": (int, "KV-cache blocks of each replica; -1: as many as fit"),
     "kv_cache_memory_bytes": (size, "size of the KV cache on each device instead, as 10GiB"),
 }
 """Engine options that commands take, with their type and help; `EngineConfig` holds the defaults."""

@@ -20,15 +20,17 @@ class EngineConfig:
     """Engine options, with nano-vLLM's names and defaults where it has them.
 
     Attributes:
-        max_num_batched_tokens: most tokens of one step, over all requests; also the largest chunk of a prompt.
-        max_num_seqs: most requests in one step. More than `max_num_batched_tokens` are never used.
+        max_num_batched_tokens: most tokens of one step on a replica, over all its requests; also the largest chunk of a
+            prompt.
+        max_num_seqs: most requests of a replica in one step. More than `max_num_batched_tokens` are never used.
         max_model_len: most tokens of a request, prompt and output together. None means 4,096. Capped by the model.
         gpu_memory_utilization: share of the device's memory that weights, activations and KV cache may take. On a CPU
             the KV cache gets a fixed share of the free host memory instead (`jaxllm.memory`).
         tensor_parallel_size: devices that the model is split over.
+        data_parallel_size: replicas of the model, each on so many devices, that requests are divided among.
         kvcache_block_size: tokens per KV block, a multiple of 16 up to 256. Half a block is lost per request on
             average, and prefixes are shared in whole blocks.
-        num_kvcache_blocks: KV blocks; -1 takes as many as fit.
+        num_kvcache_blocks: KV blocks of each replica; -1 takes as many as fit.
         kv_cache_memory_bytes: bytes of each device for the KV cache, instead of what `gpu_memory_utilization` leaves.
         enable_prefix_caching: share the KV of equal beginnings between requests.
         dtype: of weights and activations. "auto" is the checkpoint's own, and float32 on a CPU.
@@ -52,6 +54,7 @@ class EngineConfig:
     max_model_len: int | None = None
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
     kvcache_block_size: int = 64
     num_kvcache_blocks: int = -1
     kv_cache_memory_bytes: int | None = None
@@ -64,7 +67,7 @@ class EngineConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("max_num_batched_tokens", "max_num_seqs", "tensor_parallel_size"):
+        for name in ("max_num_batched_tokens", "max_num_seqs", "tensor_parallel_size", "data_parallel_size"):
             self._require(integer(name, getattr(self, name)) >= 1, name, "at least 1")
         if self.max_model_len is not None:
             self._require(integer("max_model_len", self.max_model_len) >= 2, "max_model_len", "at least 2, or None")

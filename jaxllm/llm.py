@@ -35,7 +35,7 @@ from jaxllm.models.config import ModelConfig
 from jaxllm.models.weights import Weights
 from jaxllm.outputs import CompletionOutput, RequestOutput, StreamDelta, join_outputs
 from jaxllm.parallel import distributed
-from jaxllm.parallel.mesh import TENSOR, make_mesh
+from jaxllm.parallel.mesh import DATA, TENSOR, make_mesh
 from jaxllm.parallel.placement import AxisNames, Placement
 from jaxllm.progress import Progress
 from jaxllm.sampling.variant import LogitsProcessor, checked_processors
@@ -58,9 +58,11 @@ class LLM:
     Args:
         model: a folder as Hugging Face writes it or `python -m jaxllm.convert` does, a `.gguf` file, a hub id, or
             `smollm2` for the demo model; or a `Checkpoint`, whose tensors are read from wherever it says.
-        mesh: a mesh of yours to run on; default: one of the first `tensor_parallel_size` devices.
-        tensor_axis: axis of `mesh`, or several, that layers are divided among; None for none. The devices along other
-            axes hold the same and do the same.
+        mesh: a mesh of yours to run on; default: one of the first `data_parallel_size` x `tensor_parallel_size`
+            devices.
+        tensor_axis: axis of `mesh`, or several, that layers are divided among; None for none.
+        data_axis: axis of `mesh`, or several, that requests are divided among: the devices along it are replicas of the
+            model. None for none. Devices along axes that play neither part hold the same and do the same.
         logits_processors: rules of yours by name, which requests then ask for: `(logits, inputs) -> logits`, written in
             jnp, on float32 `[rows, vocab]` and `jaxllm.sampling.inputs.SamplingInputs`, each row by itself. At most 32.
         **options: as `EngineConfig`.
@@ -76,12 +78,13 @@ class LLM:
         *,
         mesh: Mesh | None = None,
         tensor_axis: AxisNames = TENSOR,
+        data_axis: AxisNames = None,
         logits_processors: Mapping[str, LogitsProcessor] | None = None,
         **options: Any,
     ):
         config = _engine_config(options)
         checkpoint = model if isinstance(model, Checkpoint) else resolve(str(model))
-        config, placement = _place(config, mesh, tensor_axis)
+        config, placement = _place(config, mesh, tensor_axis, data_axis)
         tokenizer = None if config.skip_tokenizer_init else checkpoint.tokenizer()
         platform = placement.mesh.devices.flat[0].platform
         dtype = jnp.dtype(config.dtype_name(checkpoint.config, platform))
@@ -96,6 +99,7 @@ class LLM:
         *,
         mesh: Mesh | None = None,
         tensor_axis: AxisNames = TENSOR,
+        data_axis: AxisNames = None,
         logits_processors: Mapping[str, LogitsProcessor] | None = None,
         **options: Any,
     ) -> "LLM":
@@ -112,6 +116,7 @@ class LLM:
             tokenizer: a transformers tokenizer; None to work on token ids alone.
             mesh: as `LLM`.
             tensor_axis: as `LLM`.
+            data_axis: as `LLM`.
             logits_processors: as `LLM`.
             **options: as `EngineConfig`; `dtype` "auto" is that of the parameters.
 
@@ -120,7 +125,7 @@ class LLM:
             TypeError, ValueError: as `LLM`.
         """
         made = cls.__new__(cls)
-        engine_config, placement = _place(_engine_config(options), mesh, tensor_axis)
+        engine_config, placement = _place(_engine_config(options), mesh, tensor_axis, data_axis)
         dtype = None if engine_config.dtype == "auto" else engine_config.dtype
         weights = adopt_parameters(config, params, placement, dtype)
         dtype = weights.leaves[0].dtype
@@ -372,18 +377,28 @@ def _engine_config(options: dict[str, Any]) -> EngineConfig:
     return EngineConfig(**options)
 
 
-def _place(config: EngineConfig, mesh: Mesh | None, tensor_axis: AxisNames) -> tuple[EngineConfig, Placement]:
-    """Where the engine runs, and the options with its size; starts the backend."""
+def _place(
+    config: EngineConfig, mesh: Mesh | None, tensor_axis: AxisNames, data_axis: AxisNames
+) -> tuple[EngineConfig, Placement]:
+    """Where the engine runs, and the options with its sizes; starts the backend."""
     compilation_cache.enable()
     start_backend(config.gpu_memory_utilization)
-    placement = Placement.of(make_mesh(config.tensor_parallel_size) if mesh is None else mesh, tensor_axis)
-    tp = placement.tensor_parallel_size
-    if config.tensor_parallel_size not in (1, tp):
-        raise ValueError(
-            f"tensor_parallel_size={config.tensor_parallel_size}, but tensor_axis={tensor_axis!r} of the mesh has {tp} "
-            f"devices: leave tensor_parallel_size out where you give a mesh"
-        )
-    return replace(config, tensor_parallel_size=tp), placement
+    if mesh is None:
+        mesh, data_axis = make_mesh(config.tensor_parallel_size, config.data_parallel_size), DATA
+    placement = Placement.of(mesh, tensor_axis, data_axis)
+    for kind, axis, found in (
+        ("tensor", tensor_axis, placement.tensor_parallel_size),
+        ("data", data_axis, placement.data_parallel_size),
+    ):
+        size = f"{kind}_parallel_size"
+        if getattr(config, size) not in (1, found):
+            raise ValueError(
+                f"{size}={getattr(config, size)}, but {kind}_axis={axis!r} of the mesh has {found} devices: leave "
+                f"{size} out where you give a mesh, and name one of its axes: "
+                + ", ".join(f"{name!r} of {devices}" for name, devices in mesh.shape.items())
+            )
+    tp, dp = placement.tensor_parallel_size, placement.data_parallel_size
+    return replace(config, tensor_parallel_size=tp, data_parallel_size=dp), placement
 
 
 def _kv_scales(source: Checkpoint | Weights) -> LayerScales | None:

@@ -1,9 +1,11 @@
 """What a compiled program sends between devices, read from its HLO."""
 
+import math
 import re
 from collections import Counter
 
 import jax
+import numpy as np
 
 from jaxllm.engine.step_shape import StepShape
 from jaxllm.models.config import ModelConfig
@@ -12,6 +14,9 @@ from jaxllm.sampling.variant import MAX_LOGPROBS, Filters, SamplerVariant
 
 _OPERATION = re.compile(r"= (.+?) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
 _SHAPE = re.compile(r"\w+\[([\d,]*)\]")
+_JOINED = re.compile(r"(?:replica_groups|source_target_pairs)=(.*?\]?[}\])])(?:, |$)", re.MULTILINE)
+_IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_AXES = re.compile(r"mesh\[(.*)\] \{(.*)\}")
 
 
 def collectives(compiled: jax.stages.Compiled) -> Counter[tuple[str, tuple[int, ...]]]:
@@ -24,6 +29,33 @@ def collectives(compiled: jax.stages.Compiled) -> Counter[tuple[str, tuple[int, 
         for sizes in _SHAPE.findall(result):
             found[operation, tuple(int(size) for size in sizes.split(",") if size)] += 1
     return found
+
+
+def groups(compiled: jax.stages.Compiled) -> set[frozenset[int]]:
+    """Which devices any collective of a program joins, by their places in the mesh."""
+    found: set[frozenset[int]] = set()
+    text = compiled.as_text()
+    for line in filter(_OPERATION.search, text.splitlines()):
+        found |= _joined(line)
+    return found
+
+
+def _joined(line: str) -> set[frozenset[int]]:
+    """The groups of one collective, in any of the ways that XLA writes them."""
+    (written,) = _JOINED.findall(line)
+    if iota := _IOTA.fullmatch(written):
+        shape, source, order = ([int(n) for n in part.split(",")] if part else None for part in iota.groups())
+        listed = np.arange(math.prod(source or [])).reshape(source).transpose(order).reshape(shape)
+    elif axes := _AXES.fullmatch(written):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", axes[1]))
+        names, joined = list(sizes), re.findall(r"'(\w+)'", axes[2])
+        grid = np.arange(math.prod(map(int, sizes.values()))).reshape([int(size) for size in sizes.values()])
+        order = [names.index(name) for name in (*(n for n in names if n not in joined), *joined)]
+        listed = grid.transpose(order).reshape(-1, math.prod(int(sizes[name]) for name in joined))
+    else:
+        listed = np.array([group.split(",") for group in re.findall(r"\{([\d,]+)\}", written)], int)
+    assert listed.ndim == 2 and listed.size, line
+    return {frozenset(group) for group in listed.tolist()}
 
 
 Sent = Counter[tuple[str, tuple[int, ...]]]

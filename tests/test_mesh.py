@@ -4,21 +4,25 @@ import gc
 import re
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from collectives import allowed, collectives
+from collectives import allowed, collectives, groups
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.checkpoint import load_parameters, resolve
 from jaxllm.checkpoint.adopt import ParameterError
+from jaxllm.engine.compile_step import compile_step
+from jaxllm.engine.lowering import abstract_weights
+from jaxllm.memory.warmup import aliased_bytes
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.params import parameter_specs
-from jaxllm.parallel.mesh import make_mesh
+from jaxllm.parallel.mesh import DATA, make_mesh
 from jaxllm.parallel.placement import Placement
 
 OPTIONS: dict[str, Any] = {
@@ -111,6 +115,13 @@ def test_programs_send_two_sums_a_layer_and_a_few_numbers_a_row(tiny: Callable[.
         program = llm.engine.runner.programs[shape]
         counts = collectives(program.compiled)
         assert counts == allowed(shape, llm.model_config, tp)
+    # Replicas send what each would send alone, and nothing to each other.
+    runner = llm.engine.runner
+    spec = replace(runner.spec, placement=Placement.of(make_mesh(tp, 2), data_axis=DATA))
+    replicated = compile_step(spec, abstract_weights(spec), runner.layout, runner.num_blocks, shape)
+    assert collectives(replicated) == counts
+    assert groups(replicated) == {frozenset(range(tp)), frozenset(range(tp, 2 * tp))}
+    assert aliased_bytes(replicated) >= runner.num_blocks * runner.layout.block_bytes
 
 
 @pytest.mark.usefixtures("plain_sampler")
@@ -206,6 +217,12 @@ def test_what_contradicts_the_mesh(folder: Path, config: ModelConfig) -> None:
         LLM(str(folder), mesh=mesh, **OPTIONS)
     with pytest.raises(ValueError, match=r"tensor_parallel_size=2, but tensor_axis='tensor' of the mesh has 3 devices"):
         LLM(str(folder), mesh=mesh, **OPTIONS | {"tensor_parallel_size": 2})
+    with pytest.raises(ValueError, match=r"data_parallel_size=2, but data_axis=None of the mesh.*'data' of 2"):
+        LLM(str(folder), mesh=mesh, **OPTIONS | {"data_parallel_size": 2})
+    with pytest.raises(ValueError, match=r"takes 12 devices, but there are 8 cpu .*up to 2 replicas would do"):
+        LLM(str(folder), **OPTIONS | {"data_parallel_size": 3, "tensor_parallel_size": 4})
+    with pytest.raises(ValueError, match="data_parallel_size must be at least 1; got 0"):
+        LLM(str(folder), **OPTIONS | {"data_parallel_size": 0})
     with pytest.raises(ValueError, match=r"tensor_axis='model' names 'model', which the mesh does not have"):
         LLM(str(folder), mesh=mesh, tensor_axis="model", **OPTIONS)
     with pytest.raises(ParameterError, match=r"missing \(14\)"):

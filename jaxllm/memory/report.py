@@ -54,13 +54,14 @@ class MemoryReport:
         source: where the driver's view came from.
         budgets: one per device of the mesh.
         programs: what was measured, the largest last.
-        num_kvcache_blocks: blocks in the cache.
+        num_kvcache_blocks: blocks of each replica in the cache.
         block_size: tokens per block.
         block_bytes: bytes of a block on one device.
         kv_cache_dtype: of the numbers in it.
         bound_by: what limits the number of blocks.
         device: index in `budgets` of the device that decides.
         max_model_len: most tokens of a request.
+        data_parallel_size: replicas of the model.
         predicted_weights: from the model's shapes.
         predicted_activations: estimate from the model's shapes.
         outside_pool: bytes of this process outside the pool once all programs were loaded; None where unknown.
@@ -81,6 +82,7 @@ class MemoryReport:
     bound_by: str
     device: int
     max_model_len: int
+    data_parallel_size: int = 1
     predicted_weights: int | None = None
     predicted_activations: int | None = None
     outside_pool: int | None = None
@@ -101,18 +103,19 @@ class MemoryReport:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the cache holds."""
-        return self.num_kvcache_blocks * self.block_size
+        """Tokens that the cache holds, over all replicas."""
+        return self.data_parallel_size * self.num_kvcache_blocks * self.block_size
 
     @property
     def max_concurrency(self) -> float:
-        """Requests of `max_model_len` tokens that fit at once."""
-        return concurrency(self.num_kvcache_blocks, self.block_size, self.max_model_len)
+        """Requests of `max_model_len` tokens that fit at once, over all replicas."""
+        return self.data_parallel_size * concurrency(self.num_kvcache_blocks, self.block_size, self.max_model_len)
 
     def lines(self) -> tuple[str, str]:
         """What a user wants to know at start-up, in two lines."""
+        replicas = f"{self.data_parallel_size} x " if self.data_parallel_size > 1 else ""
         return (
-            f"KV cache: {self.num_tokens:,} tokens ({self.num_kvcache_blocks:,} blocks of {self.block_size}, "
+            f"KV cache: {self.num_tokens:,} tokens ({replicas}{self.num_kvcache_blocks:,} blocks of {self.block_size}, "
             f"{format_bytes(self.kv_array_bytes)} of {self.kv_cache_dtype} per device; bound by {self.bound_by})",
             f"Maximum concurrency for {self.max_model_len:,} tokens per request: {self.max_concurrency:.2f}x",
         )

@@ -67,7 +67,7 @@ class CacheDemand:
 
     @property
     def useful_blocks(self) -> int:
-        """Blocks that all requests together can ever use."""
+        """Blocks that all requests of a replica together can ever use."""
         return self.config.max_rows * -(-self.max_model_len // self.config.kvcache_block_size)
 
     @property
@@ -218,6 +218,7 @@ def report_of(
         bound_by=size.bound_by,
         device=size.device,
         max_model_len=demand.max_model_len,
+        data_parallel_size=config.data_parallel_size,
         predicted_weights=demand.predicted_weights,
         predicted_activations=demand.predicted_activations,
         notes=tuple(notes),

@@ -7,12 +7,12 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from collectives import allowed, collectives
+from collectives import allowed, collectives, groups
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.models.params import parameter_specs
-from jaxllm.parallel.mesh import make_mesh
+from jaxllm.parallel.mesh import DATA, make_mesh
 from jaxllm.parallel.placement import Placement
 
 OPTIONS: dict[str, Any] = {
@@ -56,20 +56,20 @@ def of_one_device(
 
 
 @pytest.mark.parametrize(
-    ("mesh", "axis"),
+    ("mesh", "axis", "data"),
     [
-        (4, "tensor"),
-        (((2, 2, 2), ("replica", "fsdp", "tensor"), AxisType.Auto), "tensor"),
-        (((2, 1, 2), ("replica", "fsdp", "tensor"), AxisType.Explicit, 4), "tensor"),
-        (((2, 4), ("fsdp", "tp"), AxisType.Auto), ("fsdp", "tp")),
-        (((2,), ("batch",), AxisType.Explicit, 3), None),
+        (4, "tensor", None),
+        (((2, 2, 2), ("replica", "fsdp", "tensor"), AxisType.Auto), "tensor", "replica"),
+        (((2, 1, 2), ("replica", "fsdp", "tensor"), AxisType.Explicit, 4), "tensor", None),
+        (((2, 2, 2), ("fsdp", "batch", "tp"), AxisType.Auto), ("fsdp", "tp"), "batch"),
+        (((2,), ("batch",), AxisType.Explicit, 3), None, "batch"),
     ],
     ids=[
         "four devices, two KV heads",
-        "further axes",
+        "replicas of two devices, and a further axis",
         "further axes of type explicit on the last devices",
-        "two axes as one",
-        "no tensor parallelism",
+        "replicas of four devices, two axes as one",
+        "replicas of one device",
     ],
 )
 def test_two_hundred_requests_give_the_tokens_of_one_device(
@@ -78,24 +78,31 @@ def test_two_hundred_requests_give_the_tokens_of_one_device(
     of_one_device: list[list[int]],
     mesh: Any,
     axis: Any,
+    data: Any,
 ) -> None:
     """Under preemption and prefix hits, and inside the caller's own `jax.set_mesh`; programs send no more than sums."""
     made = make_mesh(mesh) if isinstance(mesh, int) else mesh_of(*mesh)
-    given: dict[str, Any] = {"mesh": made, "tensor_axis": axis}
+    placement = Placement.of(made, axis, data)
+    given: dict[str, Any] = {"mesh": made, "tensor_axis": axis, "data_axis": data}
     if isinstance(mesh, int):
         given = {"tensor_parallel_size": mesh}
+    # Preemption on each replica, as on one.
+    sizes = {name: OPTIONS[name] // placement.data_parallel_size for name in ("max_num_seqs", "num_kvcache_blocks")}
     with jax.set_mesh(made):
-        llm = LLM(str(folder), **given, **OPTIONS)
+        llm = LLM(str(folder), **given, **OPTIONS | sizes)
         outputs = llm.generate(*requests, use_tqdm=False)
     assert [i for i, o in enumerate(outputs) if o.outputs[0].token_ids != of_one_device[i]] == []
     stats = llm.stats.scheduler
     assert stats.preemptions > 5 and stats.prefix_hit_tokens > 1000 and stats.finished == NUM_REQUESTS
     assert stats.free_blocks == llm.stats.num_kvcache_blocks
-    check_shardings(llm, Placement.of(made, axis))
-    tp = Placement.of(made, axis).tensor_parallel_size
+    check_shardings(llm, placement)
     assert len(list(llm.engine.runner.programs)) == 2
     for program in llm.engine.runner.programs:
+        tp = placement.tensor_parallel_size
         assert collectives(program.compiled) == allowed(program.shape, llm.model_config, tp)
+        for group in groups(program.compiled):  # of the devices of one replica
+            places = dict(zip(made.axis_names, np.unravel_index(sorted(group), made.devices.shape), strict=True))
+            assert data is None or len(set(places[data].tolist())) == 1
 
 
 def check_shardings(llm: LLM, placement: Placement) -> None:
@@ -107,14 +114,16 @@ def check_shardings(llm: LLM, placement: Placement) -> None:
     kv_heads = max(llm.model_config.num_key_value_heads, tp)
     assert {shard.data.shape[3] for shard in runner.kv.addressable_shards} == {kv_heads // tp}
     assert {shard.data.nbytes for shard in runner.kv.addressable_shards} == {
-        runner.layout.block_bytes * llm.stats.num_kvcache_blocks
+        runner.layout.block_bytes * llm.stats.num_kvcache_blocks // placement.data_parallel_size
     }
     specs = parameter_specs(llm.model_config, tp)
     for path, leaf in zip(runner.weights.paths, runner.weights.leaves, strict=True):
         assert leaf.sharding == placement.sharding(*specs[path].axes)
     for program in runner.programs:
-        results, after, _ = program.compiled.output_shardings
-        assert after.is_equivalent_to(kv, 6) and all(out.is_fully_replicated for out in jax.tree.leaves(results))
+        results, after, state = program.compiled.output_shardings
+        assert after.is_equivalent_to(kv, 6)
+        assert results.tokens.is_equivalent_to(placement.sharding(None, DATA), 2)
+        assert all(out.is_equivalent_to(placement.sharding(DATA), 1) for out in state)
 
 
 def mesh_of(shape: tuple[int, ...], names: tuple[str, ...], kind: AxisType, first: int = 0) -> Mesh:
