@@ -24,6 +24,7 @@ from jaxllm.models.config import ModelConfig
 from jaxllm.models.params import parameter_specs
 from jaxllm.parallel.mesh import DATA, make_mesh
 from jaxllm.parallel.placement import Placement
+from jaxllm.sampling.variant import everything
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
@@ -80,9 +81,8 @@ def mesh_of(shape: tuple[int, ...], names: tuple[str, ...], kind: AxisType, firs
     [
         (((2, 1, 2), ("replica", "fsdp", "tensor"), AxisType.Explicit, 4), "tensor"),
         (((2, 4), ("fsdp", "tp"), AxisType.Auto), ("fsdp", "tp")),
-        (((2,), ("batch",), AxisType.Explicit, 3), None),
     ],
-    ids=["further axes on the last devices", "two axes as one, beyond the KV heads", "no tensor parallelism"],
+    ids=["further axes on the last devices", "two axes as one, beyond the KV heads"],
 )
 def test_the_caller_s_mesh_gives_the_same_tokens(
     folder: Path, expected: list[list[int]], mesh: tuple[Any, ...], axis: Any
@@ -100,6 +100,46 @@ def test_the_caller_s_mesh_gives_the_same_tokens(
     specs = parameter_specs(llm.model_config, placement.tensor_parallel_size)
     for path, leaf in zip(runner.weights.paths, runner.weights.leaves, strict=True):
         assert leaf.sharding == placement.sharding(*specs[path].axes)
+
+
+def test_replicas_on_arrays_that_live_here(folder: Path, config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies by seat is found there: the requests of both replicas get what they ask for, also after a sleep."""
+    few_programs = {"samplers": ((everything(), 16),)}
+    monkeypatch.setattr("jaxllm.engine.spec.shape_options", lambda platform: dict(few_programs))
+    asked: list[dict[str, Any]] = [
+        {"top_p": 0.8, "seed": 3},
+        {"repetition_penalty": 1.8, "presence_penalty": 0.7, "temperature": 0, "logprobs": 2},
+        {"logit_bias": {7: 9.0}, "stop_token_ids": [7], "min_tokens": 5, "temperature": 0},
+        {"allowed_token_ids": list(range(40, 60)), "temperature": 0},
+        {"prompt_logprobs": 1, "temperature": 0},
+        {"temperature": 0.7, "top_k": 5, "seed": 9},
+    ]
+    params = [SamplingParams(**{"max_tokens": 12, "ignore_eos": True, **fields}) for fields in asked]
+    one = LLM(str(folder), **OPTIONS).generate(PROMPTS, params, use_tqdm=False)
+    mesh = mesh_of((2,), ("batch",), AxisType.Explicit, 3)
+    placement = Placement.of(mesh, None, "batch")
+    arrays = load_parameters(resolve(str(folder)), parameter_specs(config), placement, "float32")
+    blocks = OPTIONS["num_kvcache_blocks"] // 2
+    options = OPTIONS | {"num_kvcache_blocks": blocks}
+    llm = LLM.from_params(config, arrays, mesh=mesh, tensor_axis=None, data_axis="batch", **options)
+    assert all(leaf is arrays[path] for path, leaf in zip(*_leaves(llm), strict=True))
+    assert (llm.config.data_parallel_size, llm.stats.num_kvcache_blocks) == (2, 2 * blocks)
+    for _ in range(2):
+        both = llm.generate(PROMPTS, params, use_tqdm=False)
+        assert [o.outputs[0].token_ids for o in both] == [o.outputs[0].token_ids for o in one]
+        for found, known in ((both[1].outputs[0].logprobs, one[1].outputs[0].logprobs),
+                             (both[4].prompt_logprobs, one[4].prompt_logprobs)):  # fmt: skip
+            assert found is not None and known is not None
+            pairs = [(a[i].logprob, b[i].logprob) for a, b in zip(found, known, strict=True) if a and b for i in b]
+            assert len(pairs) > 20
+            np.testing.assert_allclose(*zip(*pairs, strict=True), rtol=1e-4)
+        before = device_bytes()
+        llm.sleep()
+        assert before - device_bytes() >= 2 * blocks * llm.engine.runner.layout.block_bytes
+        llm.wake()
+        assert llm.stats.scheduler.free_blocks == 2 * blocks
+    assert llm.stats.scheduler.preemptions > 0
+    assert all(not groups(program.compiled) for program in llm.engine.runner.programs)
 
 
 def test_programs_send_two_sums_a_layer_and_a_few_numbers_a_row(tiny: Callable[..., Path]) -> None:
