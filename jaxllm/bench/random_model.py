@@ -19,7 +19,7 @@ from jaxllm.memory.pool import start_backend
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.params import ParamSpec, parameter_specs
 from jaxllm.models.weights import Weights
-from jaxllm.parallel.mesh import make_mesh
+from jaxllm.parallel.mesh import DATA, make_mesh
 from jaxllm.parallel.placement import Placement
 
 _QWEN3 = {"model_type": "qwen3", "head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "dtype": "bfloat16"}
@@ -111,7 +111,7 @@ def random_runner_spec(
     spec = RunnerSpec(
         config=config,
         model=checkpoint.config,
-        placement=Placement.of(make_mesh(config.tensor_parallel_size)),
+        placement=Placement.of(make_mesh(config.tensor_parallel_size, config.data_parallel_size), data_axis=DATA),
         dtype=jnp.dtype(config.dtype_name(checkpoint.config, jax.devices()[0].platform)),
         max_model_len=config.model_len(checkpoint.config),
         known_tokens=np.ones(checkpoint.config.vocab_size, bool),
