@@ -79,10 +79,16 @@ class RunnerSpec:
 
     @property
     def multiprocessors(self) -> int:
-        """Of each device; 0 where it has none, or does not tell."""
+        """Of each device, for the kernel that must know them (`medium_batch`); 0 where it is not to run.
+
+        It runs where the kernels are asked for by name. "auto" does without it until its test in the engine
+        (`tests/test_gpu.py`) has passed on a GPU.
+        """
         if self.known_multiprocessors is not None:
             return self.known_multiprocessors
-        return getattr(self.placement.mesh.devices.flat[0], "core_count", 0) if self.platform == "gpu" else 0
+        if self.platform != "gpu" or self.config.attention != Attention.MOSAIC_GPU:
+            return 0
+        return getattr(self.placement.mesh.devices.flat[0], "core_count", 0)
 
     @cached_property
     def shapes(self) -> StepShapes:
@@ -118,7 +124,8 @@ class RunnerSpec:
         """Programs of this engine that are kept between starts, beside JAX's compilation cache."""
         config = self.config
         known = hashlib.sha256(self.known_tokens.tobytes()).hexdigest()
-        facts = (self.model, self.run_time, self.placement, self.dtype, self.attention, config.max_rows, known)
+        kernels = (self.attention, self.multiprocessors)
+        facts = (self.model, self.run_time, self.placement, self.dtype, *kernels, config.max_rows, known)
         mesh = self.placement.mesh
         where = (mesh.devices.shape, mesh.axis_names)
         # On CPUs, and for several processes, JAX's own cache has to do.

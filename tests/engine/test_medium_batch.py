@@ -1,19 +1,24 @@
 """Decode steps with one kernel between attentions, against the decoder itself."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from jaxllm.cache.kv_array import KVLayout
 from jaxllm.checkpoint.resolve import resolve
+from jaxllm.config import EngineConfig
 from jaxllm.engine import medium_batch
 from jaxllm.engine.attention import Attention, paged_attend
+from jaxllm.engine.spec import RunnerSpec
 from jaxllm.layers.paged_attention import PagedBatch
 from jaxllm.models.decoder import Decoder
 from jaxllm.parallel.mesh import make_mesh
@@ -67,3 +72,15 @@ def test_it_runs_where_it_can(tiny: Callable[..., Path]) -> None:
     assert not fits(Attention.MOSAIC_GPU, config, layout, 256, dtype, 0)
     assert not fits(Attention.MOSAIC_GPU, config, layout, 256, jnp.dtype("float16"), 132)
     assert not fits(Attention.MOSAIC_GPU, with_biases, layout, 256, dtype, 132)
+
+
+@pytest.mark.parametrize(
+    ("attention", "platform", "expected"), [("mosaic_gpu", "gpu", 132), ("auto", "gpu", 0), ("mosaic_gpu", "cpu", 0)]
+)
+def test_it_has_to_be_asked_for(tiny: Callable[..., Path], attention: str, platform: str, expected: int) -> None:
+    device = SimpleNamespace(platform=platform, core_count=132)
+    placement = cast(Placement, SimpleNamespace(mesh=SimpleNamespace(devices=np.array([device]))))
+    model, dtype = resolve(str(tiny())).config, jnp.dtype("bfloat16")
+    spec = RunnerSpec(EngineConfig(attention=attention), model, placement, dtype, 64, np.ones(9, bool))
+    assert spec.multiprocessors == expected
+    assert replace(spec, known_multiprocessors=7).multiprocessors == 7
