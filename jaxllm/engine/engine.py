@@ -1,11 +1,13 @@
 """Requests in, tokens and text out: the loop over scheduler and runner."""
 
+import atexit
 import logging
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -29,6 +31,17 @@ from jaxllm.sampling_params import SamplingParams
 logger = logging.getLogger(__name__)
 
 _ASLEEP = "the engine is asleep, its KV memory given back: call wake() first"
+
+_ENGINES: weakref.WeakSet["Engine"] = weakref.WeakSet()
+
+
+@atexit.register
+def _finish_steps() -> None:
+    """A request can have ended with a step under way that nobody reads, and XLA aborts a process that ends in one."""
+    for engine in list(_ENGINES):
+        with suppress(RuntimeError):  # of a step that failed, which was told then
+            engine.runner.finish()
+
 
 Running = Literal["finish", "abort"]
 """What becomes of requests that run while the weights change."""
@@ -92,6 +105,7 @@ class Engine:
         self._awake.set()
         self._sleeper: int | None = None
         """The thread that put the engine to sleep."""
+        _ENGINES.add(self)
         self._on_step: Callable[[Step], None] | None = None
         """Called with each step once its results are in, by the thread that took them; None: nothing is."""
 

@@ -132,7 +132,10 @@ class Runner:
     def _compile(self, maker: ProgramMaker, demand: CacheDemand) -> Programs:
         """Programs for the cache of the decided size; for a smaller one where they need more than was reserved."""
         while True:
-            programs = Programs(partial(self._make, maker, self.num_blocks), maker.give_up)
+            make = partial(maker.make, self.num_blocks)
+            if self.spec.config.enforce_eager:  # others are verified together, before the cache is there
+                make = partial(_make_late, make, self.memory_report, demand)
+            programs = Programs(make, maker.give_up)
             if not self.spec.config.enforce_eager:
                 maker.prepare(programs, self.num_blocks, self.shapes.all())
             blocks = self.num_blocks
@@ -140,12 +143,6 @@ class Runner:
             self.memory_report = _agreed(partial(verify, self.memory_report, demand, compiled))
             if self.num_blocks == blocks:
                 return programs
-
-    def _make(self, maker: ProgramMaker, num_blocks: int, shape: StepShape) -> jax.stages.Compiled:
-        compiled = maker.make(num_blocks, shape)
-        if self.spec.config.enforce_eager:  # others are verified together, before the cache is there
-            check_late(self.memory_report, self._demand, shape.name, compiled)
-        return compiled
 
     def _rehearse(self) -> None:
         """Run every compiled program on empty steps: what they load into the device, they load now.
@@ -211,9 +208,14 @@ class Runner:
         jax.block_until_ready((self.kv, self.state))  # nobody reads the old ones any more
         self.weights = replace_parameters(self.weights, self.spec.model, params, self.spec.placement)
 
+    def finish(self) -> None:
+        """Wait until the devices have computed all that was sent."""
+        if not self.asleep:
+            jax.block_until_ready((self.kv, self.state))
+
     def sleep(self) -> None:
         """Give the memory of the KV cache back, with its content; programs and weights stay."""
-        jax.block_until_ready((self.kv, self.state))
+        self.finish()
         self.kv.delete()
         self.asleep = True
 
@@ -260,6 +262,15 @@ class Runner:
             self.memory_report, self.programs = former
             raise
         self.programs.mark_ready()
+
+
+def _make_late(
+    make: Callable[[StepShape], jax.stages.Compiled], report: MemoryReport, demand: CacheDemand, shape: StepShape
+) -> jax.stages.Compiled:
+    """A program that is made when it is needed. Knows no runner, which would never go away then by itself."""
+    compiled = make(shape)
+    check_late(report, demand, shape.name, compiled)
+    return compiled
 
 
 def cache_demand(spec: RunnerSpec) -> CacheDemand:
