@@ -33,6 +33,8 @@ def processes(task: str, count: int, folder: Path, results: Path) -> Iterator[li
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(Path.home())}
+    if jax.config.read("jax_disable_most_optimizations"):  # rounded alike, draws are the same
+        environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     started = [
         subprocess.Popen(
             [sys.executable, str(HERE / "processes.py"), task, str(port), str(count), str(index), folder, results],
