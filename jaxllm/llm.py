@@ -166,7 +166,8 @@ class LLM:
     def update_weights(self, params: Any, running: Running = "finish") -> None:
         """Generate with `params` from now on; nothing is compiled, and the prefix cache is emptied.
 
-        Arrays that lie as the engine needs them are used in place, others copied, as `from_params` does.
+        Arrays that lie as the engine needs them are used in place, others copied, as `from_params` does. An engine that
+        sleeps takes them too, if no request has to be finished.
 
         Args:
             params: new parameters of the same model, in any form that `from_params` takes.
@@ -175,6 +176,7 @@ class LLM:
 
         Raises:
             ParameterError: a ValueError that lists all parameters that do not fit; nothing has changed then.
+            RuntimeError: if the engine sleeps and requests are to be finished: wake it, or abort them.
         """
         self.engine.update_weights(params, running)
 

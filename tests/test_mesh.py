@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from buffers import device_bytes
 from collectives import allowed, collectives, groups
 from jax.sharding import AxisType, Mesh, NamedSharding
 
@@ -59,16 +60,6 @@ def expected(folder: Path) -> list[list[int]]:
 
 def tokens(llm: LLM, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
-
-
-def device_bytes() -> int:
-    """Bytes of all distinct buffers on all devices."""
-    gc.collect()
-    found = {}
-    for array in jax.live_arrays():
-        for shard in array.addressable_shards:
-            found[shard.device.id, shard.data.unsafe_buffer_pointer()] = shard.data.nbytes
-    return sum(found.values())
 
 
 def mesh_of(shape: tuple[int, ...], names: tuple[str, ...], kind: AxisType, first: int = 0) -> Mesh:

@@ -1,14 +1,14 @@
 """An engine asleep and awake again: what it gives back, who waits, and what happens where less fits than before."""
 
-import gc
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from buffers import device_bytes
 
 from jaxllm import LLM, SamplingParams
 
@@ -49,16 +49,6 @@ def tokens(llm: LLM) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
 
 
-def device_bytes() -> int:
-    """Bytes of all distinct buffers on all devices."""
-    gc.collect()
-    found = {}
-    for array in jax.live_arrays():
-        for shard in array.addressable_shards:
-            found[shard.device.id, shard.data.unsafe_buffer_pointer()] = shard.data.nbytes
-    return sum(found.values())
-
-
 def begin(llm: LLM) -> tuple[Any, dict[int, list[int]]]:
     """A stream of all prompts that has run for some steps, and what it gave."""
     stream = llm.stream(PROMPTS, GREEDY)
@@ -85,6 +75,24 @@ def test_asleep_the_engine_has_no_cache(llm: LLM, expected: list[list[int]]) -> 
         found[delta.index] += delta.token_ids
     assert list(found.values()) == expected
     assert llm.stats.scheduler.free_blocks == llm.stats.num_kvcache_blocks == 8
+
+
+def test_weights_are_replaced_while_asleep(llm: LLM, expected: list[list[int]]) -> None:
+    """As a trainer wants it, who needs the cache's memory; but not under requests that the old ones are to finish."""
+    weights = llm.engine.runner.weights
+    old = dict(zip(weights.paths, map(jnp.copy, weights.leaves), strict=True))
+    llm.sleep()
+    llm.update_weights({path: 3 * array for path, array in old.items()})
+    llm.wake()
+    assert tokens(llm) != expected
+    stream, _ = begin(llm)
+    llm.sleep()
+    with pytest.raises(RuntimeError, match=r"asleep, .*call wake\(\) first"):
+        llm.update_weights(old)
+    llm.update_weights(old, running="abort")
+    llm.wake()
+    assert {delta.output.outputs[0].finish_reason for delta in stream if delta.output} == {"abort"}
+    assert tokens(llm) == expected
 
 
 def test_calls_of_other_threads_wait(llm: LLM, expected: list[list[int]]) -> None:

@@ -173,7 +173,10 @@ class Engine:
     def update_weights(self, params: Any, running: Running = "finish") -> None:
         """New parameters: `check_parameters`, then finish or abort what is under way, swap, forget all KV.
 
+        Asleep as well, where nothing has to be finished.
+
         Raises:
+            EngineAsleep: if something has, before `wake`.
             ParameterError: if they do not fit; nothing has changed then.
         """
         if running not in ("finish", "abort"):
@@ -184,8 +187,9 @@ class Engine:
             if running == "abort":
                 for request_id in list(self._answers):
                     self.abort_request(request_id)
-            while self.advance():
+            while self.scheduler.has_unfinished() and self.advance():
                 pass
+            self._under_way.clear()  # steps for requests that ended meanwhile
             self.runner.update_weights(params)
             self.scheduler.forget_kv()
 

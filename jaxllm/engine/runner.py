@@ -205,7 +205,7 @@ class Runner:
 
     def update_weights(self, params: Any) -> None:
         """New parameters in place of the present ones; see `replace_parameters`. Nothing is compiled."""
-        jax.block_until_ready((self.kv, self.state))  # nobody reads the old ones any more
+        self.finish()  # nobody reads the old ones any more
         self.weights = replace_parameters(self.weights, self.spec.model, params, self.spec.placement)
 
     def finish(self) -> None:

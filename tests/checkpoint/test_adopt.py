@@ -1,7 +1,6 @@
 """The caller's own parameters: used in place where they fit, no second copy, strict errors, new ones swapped in."""
 
 import dataclasses
-import gc
 import logging
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from buffers import device_bytes
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from tiny import tiny_checkpoint
@@ -48,16 +48,6 @@ def caller_arrays(config: ModelConfig, mesh: Mesh, placement: Placement, dtype: 
 
 def pointers(array: jax.Array) -> list[int]:
     return [shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards]
-
-
-def device_bytes() -> int:
-    """Bytes of all distinct buffers on all devices, by their addresses."""
-    gc.collect()
-    found = {}
-    for array in jax.live_arrays():
-        for shard in array.addressable_shards:
-            found[shard.device.id, shard.data.unsafe_buffer_pointer()] = shard.data.nbytes
-    return sum(found.values())
 
 
 @pytest.mark.parametrize(
