@@ -78,6 +78,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(f"--model {args.model}: needs a shape with made-up weights: {', '.join(SHAPES)}")
         if args.rows < 1 or args.context < 2:
             raise ValueError(f"--rows {args.rows} --context {args.context}: at least 1 row of 2 tokens is needed")
+        if (args.data_parallel_size or 1) > 1:
+            raise ValueError(
+                f"--data-parallel-size {args.data_parallel_size}: replicas choose for themselves; measure one, with 1"
+            )
         results = run(args)
         print(json.dumps(results) if args.json else table(results))
     return cli.OK

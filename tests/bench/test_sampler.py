@@ -35,6 +35,7 @@ def test_what_it_does_not_take(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, message in (
         (["--model", "smollm2"], "needs a shape with made-up weights"),
         (["--model", "tiny", "--rows", "0"], "at least 1 row of 2 tokens"),
+        (["--model", "tiny", "--data-parallel-size", "2"], "measure one, with 1"),
         (["--model", "tiny", "--rows", "2", "--context", "5000"], "exceeds max_model_len"),
     ):
         with pytest.raises(SystemExit):
