@@ -1,6 +1,7 @@
 """What an engine is built from, and what follows from it: shapes, state, attention, programs on disk."""
 
 import hashlib
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -150,4 +151,4 @@ def shape_options(platform: str) -> dict[str, Any]:
     """
     if platform == "cpu":
         return {}
-    return {"iterations": lambda rows: 8 if rows <= 64 else 2, "samplers": SAMPLERS}
+    return {"loops": ((64, 8), (sys.maxsize, 2)), "samplers": SAMPLERS}

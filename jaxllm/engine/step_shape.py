@@ -1,6 +1,6 @@
 """Shapes of compiled steps, and the one int32 buffer in which a step travels to the device."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -62,8 +62,9 @@ class StepShapes:
         max_rows: most rows of a step.
         max_model_len: most tokens of a row.
         block_size: tokens per KV block.
-        iterations: decode steps that run as one, by the number of rows. It must not change but between sizes that all
-            variants have.
+        loops: pairs of rows and iterations, in order: decode steps of up to so many rows run so many iterations as one;
+            those of more than the last, one. Every variant has a size of exactly so many rows, since the scheduler knows
+            of rows only.
         samplers: variants of the sampler, each covering the one before, and the growth from one size to the next.
     """
 
@@ -73,18 +74,22 @@ class StepShapes:
         max_rows: int,
         max_model_len: int,
         block_size: int,
-        iterations: Callable[[int], int] = lambda rows: 1,
+        loops: Sequence[tuple[int, int]] = (),
         samplers: Sequence[tuple[SamplerVariant | SamplingMode, int]] = ((SamplingMode.EVERYTHING, 4),),
     ):
         self.samplers = tuple(sampler for sampler, _ in samplers)
-        self.iterations = iterations
+        self._loops = tuple(loops)
         self.blocks_per_row = width = -(-max_model_len // block_size)
         self._decode, self._mixed = [], []
         for sampler, growth in samplers:
-            rows = [*([1] if max_rows > 1 and growth <= 4 else []), *_buckets(8, growth, max_rows)]
+            rows = [*([1] if max_rows > 1 and growth <= 4 else []), *_buckets(8, growth, max_rows, [most for most, _ in loops])]
             tokens = _buckets(64, growth, max_num_batched_tokens)
-            self._decode.append([StepShape(n, n, True, width, iterations(n), sampler) for n in rows])
+            self._decode.append([StepShape(n, n, True, width, self.iterations(n), sampler) for n in rows])
             self._mixed.append([StepShape(n, min(n, max_rows), False, width, sampler=sampler) for n in tokens])
+
+    def iterations(self, rows: int) -> int:
+        """Decode steps of so many rows that run as one."""
+        return next((iterations for most, iterations in self._loops if rows <= most), 1)
 
     @property
     def decode(self) -> list[StepShape]:
@@ -114,11 +119,12 @@ class StepShapes:
         return next(shape for shape in self._mixed[level] if shape.tokens >= step.most_tokens)
 
 
-def _buckets(smallest: int, growth: int, cap: int) -> list[int]:
-    sizes, size, factor = [], smallest, max(4, growth)
+def _buckets(smallest: int, growth: int, cap: int, stops: Sequence[int] = ()) -> list[int]:
+    """Sizes up to `cap`, those of `stops` that are smaller among them."""
+    sizes, size, factor = [], min([smallest, *stops]), max(4, growth)
     while size < cap:
         sizes.append(size)
-        size, factor = size * factor, growth
+        size, factor = min([size * factor, *(stop for stop in stops if stop > size)]), growth
     return [*sizes, cap]
 
 

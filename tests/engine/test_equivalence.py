@@ -48,8 +48,8 @@ def requests() -> tuple[list[list[int]], list[SamplingParams]]:
 
 def run_loops(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines made from now on run several decode steps in a program, as on a GPU."""
-    ours, on_gpu = spec.shape_options, spec.shape_options("gpu")["iterations"]
-    monkeypatch.setattr(spec, "shape_options", lambda platform: ours(platform) | {"iterations": on_gpu})
+    ours, on_gpu = spec.shape_options, spec.shape_options("gpu")["loops"]
+    monkeypatch.setattr(spec, "shape_options", lambda platform: ours(platform) | {"loops": on_gpu})
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from jaxllm.engine.compile_step import compile_step
 from jaxllm.engine.engine import Engine
 from jaxllm.engine.request import Request
 from jaxllm.engine.seats import Seats
+from jaxllm.engine.spec import KERNEL_SAMPLERS, SAMPLERS, shape_options
 from jaxllm.engine.step import ScheduledRow, Step
 from jaxllm.engine.step_program import ragged_batch
 from jaxllm.engine.step_shape import PackedLayout, StepShape, StepShapes
@@ -97,6 +98,19 @@ def test_the_last_bucket_is_the_cap(tokens: int, rows: int) -> None:
         request = Request("r", [1], SamplingParams())
         step = Step((ScheduledRow(request, 0, 1, 1, 0),) * n, n, True)
         assert shapes.fitting(step).rows >= n
+
+
+@pytest.mark.parametrize("samplers", [SAMPLERS, KERNEL_SAMPLERS], ids=["jnp", "kernel"])
+@pytest.mark.parametrize("max_rows", [1, 7, 12, 64, 100, 128, 256, 512, 1024])
+def test_every_variant_runs_as_many_iterations_as_the_scheduler_counts_on(max_rows: int, samplers: Any) -> None:
+    shapes = StepShapes(16384, max_rows, 4096, 64, **shape_options("gpu") | {"samplers": samplers})
+    request = Request("r", [1], SamplingParams())
+    for rows in range(1, max_rows + 1):
+        iterations = shapes.iterations(rows)
+        step = Step((ScheduledRow(request, 0, iterations, iterations, 0),) * rows, rows, True, iterations)
+        for level in range(len(samplers)):
+            fitting = shapes.fitting(step, level)
+            assert fitting.decode and fitting.rows >= rows and fitting.iterations == iterations, (rows, fitting)
 
 
 def test_packing_and_unpacking_a_step() -> None:
