@@ -19,6 +19,9 @@ from kernels_pallas.sample.wanted import RowFilters
 SMALLEST_TEMPERATURE = 1e-30
 """Of the filters' probabilities, which are 0 or 1 below it as they are at it."""
 
+MOST_ROWS = 65_535
+"""Rows lie along the second dimension of CUDA's grid, which ends there."""
+
 
 def sample_tokens(
     logits: Float[Array, "rows vocab"],
@@ -56,10 +59,12 @@ def sample_tokens(
         has a logit that is NaN or infinite.
 
     Raises:
-        ValueError: for logits of another dtype, or if no token is known.
+        ValueError: for logits of another dtype or of more than 65,535 rows, or if no token is known.
     """
     if logits.dtype != jnp.float32:
         raise ValueError(f"logits have dtype {logits.dtype}; the sampling kernel takes float32. Cast them.")
+    if logits.shape[0] > MOST_ROWS:
+        raise ValueError(f"logits have {logits.shape[0]} rows; a launch takes {MOST_ROWS} at most. Divide them.")
     known = known[: logits.shape[1]]
     if not known.any():
         raise ValueError(f"known has no True among the {logits.shape[1]} ids of logits; at least one token must exist")

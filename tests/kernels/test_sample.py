@@ -163,6 +163,8 @@ def test_refuses_what_it_cannot_run():
     logits, *rest, known = arguments(np.zeros((2, 40)), parameters, np.ones(40, bool))
     with pytest.raises(ValueError, match="logits have dtype bfloat16; the sampling kernel takes float32"):
         sample_tokens(logits.astype(jnp.bfloat16), *rest, known)
+    with pytest.raises(ValueError, match="logits have 70000 rows; a launch takes 65535 at most"):
+        sample_tokens(*arguments(np.zeros((70_000, 2)), inputs(70_000), np.ones(2, bool)))
     with pytest.raises(ValueError, match="known has no True among the 40 ids of logits"):
         sample_tokens(logits, *rest, ~known)
     with pytest.raises(ValueError, match="tile is 100; expected a positive multiple of 512"):
