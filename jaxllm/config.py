@@ -38,8 +38,7 @@ class EngineConfig:
             in the same memory, keys and values rounded to 4 significant bits. They are divided by the checkpoint's
             scales of each layer, or by 1 where it has none.
         attention: "mosaic_gpu", the Pallas kernels for NVIDIA Hopper GPUs; "xla", which runs everywhere; or "auto": the
-            kernels where they run, but for the one that computes all between two layers' attention in decode steps of
-            64 rows and more, which has to be asked for by name until its test in the engine has passed on a GPU.
+            kernels where they run.
         enforce_eager: compile each program when it is first needed instead of before the engine is ready: starts
             faster, and pauses later.
         skip_tokenizer_init: take and give token ids only.

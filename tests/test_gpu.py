@@ -92,6 +92,36 @@ def test_memory_stays_flat_and_the_cache_is_in_place(qwen3_0_6b: str) -> None:
         llm.engine.step()
 
 
+def test_many_mixed_requests_compile_nothing_and_keep_no_memory(qwen3_0_6b: str) -> None:
+    """Every sampling field in any company, with preemption: 2,000 requests."""
+    options: dict[str, Any] = {"max_num_seqs": 256, "max_num_batched_tokens": 4096, "max_model_len": 1024}
+    llm = LLM(qwen3_0_6b, num_kvcache_blocks=1200, **options)
+    rng = np.random.default_rng(0)
+    kinds: list[dict[str, Any]] = [
+        {}, {"temperature": 0}, {"top_p": 0.9, "seed": 1}, {"top_k": 40, "min_p": 0.01}, {"logprobs": 5},
+        {"repetition_penalty": 1.1, "presence_penalty": 0.2}, {"prompt_logprobs": 2}, {"logit_bias": {9: 2.0}},
+        {"bad_words": ["the"], "frequency_penalty": 0.3}, {"allowed_token_ids": list(range(20, 300))},
+        {"min_tokens": 9, "stop": ["q"]}, {"stop_token_ids": [3, 7], "ignore_eos": True},
+    ]  # fmt: skip
+    prefix = rng.integers(0, 300, 300).tolist()
+    prompts = [
+        (prefix if rng.random() < 0.2 else []) + rng.integers(0, 300, n).tolist() for n in rng.integers(1, 600, 2000)
+    ]
+    params = [SamplingParams(max_tokens=int(rng.integers(1, 121)), **kinds[rng.integers(len(kinds))]) for _ in prompts]
+    in_use: list[int] = []
+    device = jax.devices()[0]
+    idle = device.memory_stats()["bytes_in_use"]
+    llm.engine.follow_steps(lambda step: in_use.append(device.memory_stats()["bytes_in_use"]))
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    llm.engine.follow_steps(None)
+    assert all(output.outputs[0].finish_reason in ("length", "stop") for output in outputs)
+    assert llm.stats.compilations_after_ready == 0
+    assert llm.stats.scheduler.preemptions > 0 and llm.stats.scheduler.prefix_hit_tokens > 0
+    half = len(in_use) // 2
+    print(len(in_use), "steps; bytes in use", idle, max(in_use[:half]), max(in_use[half:]))
+    assert max(in_use[half:]) - max(in_use[:half]) <= 2**20
+
+
 @pytest.mark.parametrize(
     ("shape", "rows"),
     [

@@ -80,15 +80,9 @@ class RunnerSpec:
 
     @property
     def multiprocessors(self) -> int:
-        """Of each device, for the kernel that must know them (`medium_batch`); 0 where it is not to run.
-
-        It runs where the kernels are asked for by name. "auto" does without it until its test in the engine
-        (`tests/test_gpu.py`) has passed on a GPU.
-        """
+        """Of each device, for the kernel that must know them (`medium_batch`); 0 for devices that have none."""
         if self.known_multiprocessors is not None:
             return self.known_multiprocessors
-        if self.platform != "gpu" or self.config.attention != Attention.MOSAIC_GPU:
-            return 0
         return getattr(self.placement.mesh.devices.flat[0], "core_count", 0)
 
     @cached_property

@@ -62,9 +62,9 @@ class StepShapes:
         max_rows: most rows of a step.
         max_model_len: most tokens of a row.
         block_size: tokens per KV block.
-        loops: pairs of rows and iterations, in order: decode steps of up to so many rows run so many iterations as one;
-            those of more than the last, one. Every variant has a size of exactly so many rows, since the scheduler knows
-            of rows only.
+        loops: pairs of rows and iterations, in order: decode steps of up to so many rows run so many iterations as
+            one; those of more than the last, one. Every variant has a size of exactly so many rows, since the
+            scheduler knows of rows only.
         samplers: variants of the sampler, each covering the one before, and the growth from one size to the next.
     """
 
@@ -82,7 +82,10 @@ class StepShapes:
         self.blocks_per_row = width = -(-max_model_len // block_size)
         self._decode, self._mixed = [], []
         for sampler, growth in samplers:
-            rows = [*([1] if max_rows > 1 and growth <= 4 else []), *_buckets(8, growth, max_rows, [most for most, _ in loops])]
+            rows = [
+                *([1] if max_rows > 1 and growth <= 4 else []),
+                *_buckets(8, growth, max_rows, [most for most, _ in loops]),
+            ]
             tokens = _buckets(64, growth, max_num_batched_tokens)
             self._decode.append([StepShape(n, n, True, width, self.iterations(n), sampler) for n in rows])
             self._mixed.append([StepShape(n, min(n, max_rows), False, width, sampler=sampler) for n in tokens])

@@ -74,13 +74,12 @@ def test_it_runs_where_it_can(tiny: Callable[..., Path]) -> None:
     assert not fits(Attention.MOSAIC_GPU, with_biases, layout, 256, dtype, 132)
 
 
-@pytest.mark.parametrize(
-    ("attention", "platform", "expected"), [("mosaic_gpu", "gpu", 132), ("auto", "gpu", 0), ("mosaic_gpu", "cpu", 0)]
-)
-def test_it_has_to_be_asked_for(tiny: Callable[..., Path], attention: str, platform: str, expected: int) -> None:
-    device = SimpleNamespace(platform=platform, core_count=132)
-    placement = cast(Placement, SimpleNamespace(mesh=SimpleNamespace(devices=np.array([device]))))
-    model, dtype = resolve(str(tiny())).config, jnp.dtype("bfloat16")
-    spec = RunnerSpec(EngineConfig(attention=attention), model, placement, dtype, 64, np.ones(9, bool))
+@pytest.mark.parametrize(("device", "expected"), [({"core_count": 132}, 132), ({}, 0)], ids=["GPU", "CPU"])
+def test_the_spec_knows_the_multiprocessors(tiny: Callable[..., Path], device: dict[str, int], expected: int) -> None:
+    mesh = SimpleNamespace(devices=np.array([SimpleNamespace(**device)]))
+    placement = cast(Placement, SimpleNamespace(mesh=mesh))
+    spec = RunnerSpec(
+        EngineConfig(), resolve(str(tiny())).config, placement, jnp.dtype("bfloat16"), 64, np.ones(9, bool)
+    )
     assert spec.multiprocessors == expected
     assert replace(spec, known_multiprocessors=7).multiprocessors == 7
