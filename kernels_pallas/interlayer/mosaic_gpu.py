@@ -89,11 +89,13 @@ def _interlayer(
             steps[only].prefetch()
             steps[only].run()
             return
-        steps[0].prefetch()
-        for index, (phase, following) in enumerate(zip(steps, [*steps[1:], None], strict=True)):
+        products = [phase for phase in steps if phase.multiplies]
+        products.pop(0).prefetch()
+        for index, phase in enumerate(steps):
             phase.run()
-            if following is not None:
-                following.prefetch()
+            if phase.multiplies and products:  # `Scratch` is free, and nothing in between uses it
+                products.pop(0).prefetch()
+            if index < BARRIERS:
                 wait_for_all(inputs.counters, index, BARRIERS, shape.blocks)
 
     def call(only: int | None, outputs: tuple[jax.Ref, ...] | None) -> tuple[jax.Array, ...]:

@@ -74,11 +74,14 @@ class Phase:
 
     Attributes:
         run: does it.
-        prefetch: starts to load its first weights; called before `run`, and before the last barrier.
+        prefetch: starts to load its first weights into shared memory; called before `run`, as soon as the product
+            before is done with it.
+        multiplies: whether it is a product; else it leaves `Scratch` alone.
     """
 
     run: Callable[[], None]
     prefetch: Callable[[], None] = lambda: None
+    multiplies: bool = False
 
 
 def product_phase(
@@ -158,4 +161,4 @@ def product_phase(
                 plgpu.commit_smem()  # all warps are done with shared memory
                 store(tile, (result[:, :HALF], result[:, HALF:]), others)
 
-    return Phase(run, prefetch)
+    return Phase(run, prefetch, multiplies=True)
