@@ -17,12 +17,13 @@ from jaxllm import cli
 from jaxllm.bench.child import Child
 from jaxllm.bench.engines import make_parser
 from jaxllm.bench.prefill import point
+from jaxllm.bench.random_model import SHAPES
 from jaxllm.bench.tensor_parallel_report import compared, errors, table
 
 DESCRIPTION = """Run a model on one device and on several, each size in a process of its own, and compare.
 
-Reported are the devices and their links, whether greedy tokens are the same (of a small shape in float32, and of the
-model in its dtype), memory and KV blocks, the decode step, nano-vLLM's workload, prefill, the share of all-reduces in
+Reported are the devices and their links, whether greedy tokens are the same (of a shape in float32, and of the model in
+its dtype), memory and KV blocks, the decode step, nano-vLLM's workload, prefill, the share of all-reduces in
 decode steps, and engines side by side, one a device (--data-parallel), each with the whole workload. Limits take the
 bandwidth and the matrix rate of all devices together.
 
@@ -50,6 +51,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--num-requests", type=int, default=256, metavar="N", help="of nano-vLLM's workload")
     parser.add_argument("--shortest", type=int, default=100, metavar="N", help="least tokens in and out there")
     parser.add_argument("--longest", type=int, default=1024, metavar="N", help="most tokens in and out there")
+    parser.add_argument(
+        "--float32-model",
+        default="qwen3-0.6b",
+        choices=SHAPES,
+        help="whose greedy tokens are compared in float32, with random weights (default qwen3-0.6b)",
+    )
     parser.add_argument("--greedy-input-len", type=int, default=400, metavar="N", help="longest prompt compared")
     parser.add_argument("--greedy-output-len", type=int, default=64, metavar="N", help="tokens compared for each")
     parser.add_argument(

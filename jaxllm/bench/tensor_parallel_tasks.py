@@ -38,7 +38,6 @@ Result = dict[str, Any]
 REDUCTION = re.compile(r"all.?reduce", re.IGNORECASE)
 """Names of kernels that add up between devices: NCCL's `ncclDevKernel_AllReduce_...`, and XLA's own."""
 
-_EXACT_SHAPE = "tiny"
 _EXACT_OPTIONS: dict[str, Any] = {
     "dtype": "float32",
     "max_num_seqs": 4,
@@ -103,12 +102,12 @@ def tokens(llm: LLM, args: argparse.Namespace) -> Result:
 
 
 def exact_tokens(llm: LLM, args: argparse.Namespace) -> Result:
-    """Greedy tokens of a small shape in float32, by an engine of its own; the given one sleeps from here on."""
+    """Greedy tokens of `args.float32_model`, by an engine of its own; the given one sleeps from here on."""
     llm.sleep()
     gc.collect()
     options = _EXACT_OPTIONS | {"tensor_parallel_size": llm.config.tensor_parallel_size}
-    small = LLM(varied_checkpoint(_EXACT_SHAPE), skip_tokenizer_init=True, **options)
-    return {"shape": _EXACT_SHAPE, "tokens": _greedy(small, 8, 60, 32)}
+    other = LLM(varied_checkpoint(args.float32_model), skip_tokenizer_init=True, **options)
+    return {"shape": args.float32_model, "tokens": _greedy(other, 8, 60, 32)}
 
 
 def _greedy(llm: LLM, number: int, longest: int, output_len: int) -> list[list[int]]:

@@ -16,7 +16,7 @@ SIZES = [
     *["--model", "tiny", "--enforce-eager", "--max-num-batched-tokens", "16", "--max-model-len", "96"],
     *["--num-kvcache-blocks", "64", "--batch", "1", "--profile-batch", "1", "--input-len", "8", "--output-len", "3"],
     *["--prompts", "2x60", "--num-requests", "3", "--shortest", "2", "--longest", "9", "--greedy-output-len", "8"],
-    *["--greedy-input-len", "30", "--data-parallel", "0"],
+    *["--greedy-input-len", "30", "--data-parallel", "0", "--float32-model", "tiny"],
 ]
 
 
