@@ -15,7 +15,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from jaxllm import SamplingParams, cli
+from jaxllm import cli
+from jaxllm.bench.decode_batch import Batch, blocks_each, decode_batch
 from jaxllm.bench.engines import make_parser
 from jaxllm.bench.random_model import SHAPES, random_runner_spec
 from jaxllm.bench.varied_model import varied_checkpoint
@@ -24,9 +25,7 @@ from jaxllm.engine.compile_step import compile_step
 from jaxllm.engine.device_state import DeviceState, StateUpdates, allocate_state
 from jaxllm.engine.request import Request
 from jaxllm.engine.runner import load
-from jaxllm.engine.seats import Seats
 from jaxllm.engine.spec import RunnerSpec
-from jaxllm.engine.step import ScheduledRow, Step
 from jaxllm.engine.step_shape import PackedLayout, StepShape
 from jaxllm.parallel.mesh import TENSOR
 from jaxllm.sampling.packing import NO_TOKEN
@@ -129,18 +128,13 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-Batch = tuple[StepShape, Int32[np.ndarray, "size"], list[Request]]
-
-
 class _Bench:
     """A model and a cache on the devices, and the programs that the batches need."""
 
     def __init__(self, spec: RunnerSpec, args: argparse.Namespace):
         self.spec, self.args, self.placement = spec, args, spec.placement
         self.iterations = spec.shapes.iterations(args.rows)
-        self.blocks_each = -(-(args.context + self.iterations) // spec.config.kvcache_block_size)
-        if args.context + self.iterations > spec.max_model_len:
-            raise ValueError(f"--context {args.context} exceeds max_model_len={spec.max_model_len}: raise it")
+        self.blocks_each = blocks_each(spec, args.rows, args.context)
         self.weights = load(spec, varied_checkpoint(args.model))
         self.kv = spec.layout.allocate(args.rows * self.blocks_each, self.placement)
         self.state = allocate_state(spec.state, self.placement)
@@ -149,23 +143,9 @@ class _Bench:
 
     def batch(self, fields: dict[str, Any]) -> Batch:
         """The program for requests with these fields, the step that they are decoded in, and the requests."""
-        rng, rows, context = np.random.default_rng(0), self.args.rows, self.args.context
-        most = min(10_000, self.spec.model.vocab_size)
         if "allowed_token_ids" in fields:  # more of them where there are more
             fields = fields | {"allowed_token_ids": range(self.spec.model.vocab_size // 4)}
-        params = SamplingParams(**{"max_tokens": 4096, "ignore_eos": True} | fields)
-        blocks = rng.permutation(rows * self.blocks_each).reshape(rows, -1).tolist()
-        scheduled = []
-        for row in range(rows):
-            request = Request(str(row), rng.integers(0, most, context).tolist(), params, seed=row)
-            request.seat, request.block_table = row, blocks[row]
-            scheduled.append(ScheduledRow(request, context - 1, self.iterations, self.iterations, 0))
-        step = Step(tuple(scheduled), rows, decode_only=True, iterations=self.iterations)
-        shapes = self.spec.shapes
-        seats = Seats(self.spec.config.max_rows, shapes.blocks_per_row, shapes.samplers)
-        seat = seats.update(step.rows)
-        shape = shapes.fitting(step, seats.level(seat))
-        return shape, PackedLayout(shape).pack(step, seats, seat), list(seats.newcomers)
+        return decode_batch(self.spec, self.args.rows, self.args.context, fields)
 
     def compile(self, shapes: set[StepShape]) -> None:
         """Whole steps and their ends, several at a time."""
