@@ -8,6 +8,7 @@ BENCHMARKS = {
     "latency": "time of a decode step by batch size, beside the limit of the memory bandwidth",
     "prefill": "prompt tokens per second, beside the limit of the matrix units",
     "tensor_parallel": "one model on one device and on several: tokens, memory, speed, all-reduces",
+    "mesh": "an engine on a caller's mesh and arrays: step time beside none, memory, sleep and wake under load",
     "sampler": "choosing tokens, alone and as a share of a decode step, by what requests ask for",
     "startup": "time until an engine is ready, with an empty and a filled cache of compiled programs",
     "kernels": "the attention and projection kernels over a grid of shapes, beside cuDNN and plain jnp",
