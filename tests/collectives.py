@@ -70,7 +70,8 @@ def allowed(shape: StepShape, config: ModelConfig, tp: int) -> Sent:
     """
     if tp == 1:
         return Counter()
-    layers: Sent = Counter({("all-reduce", (shape.tokens, config.hidden_size)): 2 * config.num_hidden_layers + 1})
+    layers: Sent = Counter({("all-reduce", (shape.tokens, config.hidden_size)): 2 * config.num_hidden_layers})
+    layers += Counter({("all-reduce", (max(2, shape.tokens), config.hidden_size)): 1})  # one token is looked up twice
     best: Sent = Counter({("all-gather", (shape.rows, tp)): 2})
     if isinstance(shape.sampler, SamplerVariant):
         assert shape.sampler.filters is Filters.NONE and shape.sampler.logprobs is None
