@@ -5,6 +5,7 @@ import itertools
 import json
 import statistics
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,11 +13,13 @@ from jaxllm import LLM, SamplingParams, cli
 from jaxllm.bench import limits
 from jaxllm.bench.engines import make_llm, make_parser
 from jaxllm.bench.limits import itemsizes, measure_ceilings
+from jaxllm.engine.step import Step
 
 DESCRIPTION = """Generate in batches of several sizes and report the time between two tokens of a request.
 
-It is (time of the last token - time of the first) / (tokens - 1), the median over requests and repetitions. The limit
-is the time to read weights and KV once, at the copy bandwidth measured in the same run."""
+It is the time of decode steps that all requests take part in, the median over repetitions: steps that still compute
+prompts do not count. The limit is the time to read weights and KV once, at the copy bandwidth measured in the same
+run."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -61,18 +64,37 @@ def run(llm: LLM, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def decode_seconds(llm: LLM, batch: int, input_len: int, output_len: int, repetitions: int) -> float:
-    """Median seconds between two tokens of a request, over all requests and repetitions but the first."""
+    """Median seconds of a decode step that all requests take part in, over all repetitions but the first.
+
+    Steps that compute prompts, or have fewer rows since some requests began later, do not count.
+
+    Raises:
+        ValueError: if fewer than two steps had all rows.
+    """
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
     vocabulary = min(10_000, llm.model_config.vocab_size)
     prompts = [[(31 * row + token) % vocabulary for token in range(input_len)] for row in range(batch)]
-    times: list[float] = []
+    seconds: list[float] = []
     for repetition in range(repetitions + 1):
-        outputs = llm.generate(prompts, params, use_tqdm=False)
+        ends: list[tuple[float, int]] = []  # when such a step was complete, and its iterations
+
+        def note(step: Step, ends: list[tuple[float, int]] = ends) -> None:
+            if step.decode_only and len(step.rows) == batch:
+                ends.append((time.perf_counter(), step.iterations))
+
+        llm.engine.follow_steps(note)
+        try:
+            llm.generate(prompts, params, use_tqdm=False)
+        finally:
+            llm.engine.follow_steps(None)
+        if len(ends) < 2:
+            raise ValueError(
+                f"of {batch} requests with {input_len} tokens in and {output_len} out, all were decoded together in "
+                f"{len(ends)} step(s); give fewer requests, a larger cache, or more tokens out"
+            )
         if repetition:
-            for metrics in (output.metrics for output in outputs):
-                if metrics is not None and metrics.finished_time and metrics.first_token_time:
-                    times.append((metrics.finished_time - metrics.first_token_time) / (output_len - 1))
-    return statistics.median(times)
+            seconds.append((ends[-1][0] - ends[0][0]) / sum(iterations for _, iterations in ends[1:]))
+    return statistics.median(seconds)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ def compared(sizes: dict[str, Result]) -> Result:
         for name, found in compared["agreement"].items():
             ours, theirs = (_at(sizes[which], (name, "tokens")) for which in (first, size))
             if ours and theirs:
-                found[size] = agreement(ours, theirs)
+                found[size] = agreement(ours, theirs, sizes[first][name]["margins"])
         before, after = (_at(sizes[which], ("ready", "memory")) for which in (first, size))
         if before and after:
             compared["blocks"][size] = growth(before, after, int(size) / int(first))
@@ -36,17 +36,18 @@ def errors(result: Result) -> list[str]:
     return [f"{name} failed: {answer['error']}" for name, answer in answers.items() if "error" in answer]
 
 
-def agreement(reference: list[list[int]], other: list[list[int]]) -> Result:
+def agreement(reference: list[list[int]], other: list[list[int]], margins: list[list[float]]) -> Result:
     """How far greedy tokens are the same.
 
     Args:
         reference: tokens of each prompt.
         other: likewise.
+        margins: of the reference, by how much each token's log probability was above the next best.
 
     Returns:
         `equal`: prompts with the same tokens throughout, of `prompts`. `share`: tokens before the first difference, of
         all; behind it two sequences have different contexts, and cannot be compared. `parts_at`: for each prompt where
-        the first difference is, None where there is none.
+        the first difference is, None where there is none. `margins`: the reference's at these differences.
     """
     parts = []
     for ours, theirs in zip(reference, other, strict=True):
@@ -58,6 +59,7 @@ def agreement(reference: list[list[int]], other: list[list[int]]) -> Result:
         "equal": parts.count(None),
         "share": same / sum(map(len, reference)),
         "parts_at": parts,
+        "margins": [margin[at] for margin, at in zip(margins, parts, strict=True) if at is not None],
     }
 
 
@@ -95,7 +97,8 @@ def table(result: Result) -> list[str]:
             where = [at for at in each["parts_at"] if at is not None]
             lines.append(
                 f"{name}, {size} devices: {each['equal']} of {each['prompts']} prompts equal, {each['share']:.2%} of "
-                f"tokens before a difference{f'; they part at {where}' if where else ''}"
+                f"tokens before a difference{f'; they part at {where}, where the best two are ' if where else ''}"
+                f"{', '.join(f'{margin:.3f}' for margin in each['margins'])}{' nats apart' if where else ''}"
             )
     for size, each in result["blocks"].items():
         known = each["predicted_blocks"]

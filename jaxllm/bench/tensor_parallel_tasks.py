@@ -98,7 +98,7 @@ def _memory(llm: LLM) -> Result:
 
 def tokens(llm: LLM, args: argparse.Namespace) -> Result:
     """Greedy tokens of a few prompts."""
-    return {"tokens": _greedy(llm, 8, args.greedy_input_len, args.greedy_output_len)}
+    return _greedy(llm, 8, args.greedy_input_len, args.greedy_output_len)
 
 
 def exact_tokens(llm: LLM, args: argparse.Namespace) -> Result:
@@ -107,16 +107,24 @@ def exact_tokens(llm: LLM, args: argparse.Namespace) -> Result:
     gc.collect()
     options = _EXACT_OPTIONS | {"tensor_parallel_size": llm.config.tensor_parallel_size}
     other = LLM(varied_checkpoint(args.float32_model), skip_tokenizer_init=True, **options)
-    return {"shape": args.float32_model, "tokens": _greedy(other, 8, 60, 32)}
+    return {"shape": args.float32_model} | _greedy(other, 8, 60, 32)
 
 
-def _greedy(llm: LLM, number: int, longest: int, output_len: int) -> list[list[int]]:
+def _greedy(llm: LLM, number: int, longest: int, output_len: int) -> Result:
+    """Tokens, and by how much each one's log probability was above the next best."""
     rng = np.random.default_rng(0)
     vocabulary = llm.model_config.vocab_size
     lengths = rng.integers(1, longest + 1, number)
     prompts = [rng.integers(0, vocabulary, n).tolist() for n in lengths]
-    params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
-    return [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+    params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, logprobs=2)
+    outputs = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
+    best = [
+        [sorted((one.logprob for one in at.values()), reverse=True) for at in each.logprobs or []] for each in outputs
+    ]
+    return {
+        "tokens": [output.token_ids for output in outputs],
+        "margins": [[first - second for first, second, *_ in at] for at in best],
+    }
 
 
 def decode(llm: LLM, args: argparse.Namespace) -> Result:

@@ -31,6 +31,8 @@ def test_an_engine_answers_every_task(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert found.pop("nonsense")["error"] == "KeyError: 'nonsense'"
     assert not [name for name, answer in found.items() if "error" in answer]
     assert [len(tokens) for tokens in found["tokens"]["tokens"]] == [8] * 8
+    margins = found["tokens"]["margins"]
+    assert [len(each) for each in margins] == [8] * 8 and all(margin >= 0 for each in margins for margin in each)
     assert len(set(map(tuple, found["exact_tokens"]["tokens"]))) == 8  # the model does not say the same to everything
     assert found["decode"]["step_ms"]["1"] > 0 and found["prefill"]["tokens_per_s"] > 0
     assert found["messages"]["us"]["256"] > 0
@@ -62,8 +64,9 @@ def test_data_parallel_needs_size_one(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_agreement_counts_tokens_before_the_first_difference() -> None:
-    found = agreement([[1, 2, 3, 4], [5, 6, 7, 8]], [[1, 2, 3, 4], [5, 0, 7, 8]])
-    assert found == {"prompts": 2, "equal": 1, "share": 5 / 8, "parts_at": [None, 1]}
+    margins = [[0.5] * 4, [0.5, 0.25, 0.5, 0.5]]
+    found = agreement([[1, 2, 3, 4], [5, 6, 7, 8]], [[1, 2, 3, 4], [5, 0, 7, 8]], margins)
+    assert found == {"prompts": 2, "equal": 1, "share": 5 / 8, "parts_at": [None, 1], "margins": [0.25]}
 
 
 def test_blocks_grow_by_more_than_the_devices() -> None:
