@@ -1,41 +1,18 @@
-"""Decides which tokens of which requests the next step computes, and on which replica (continuous batching)."""
+"""Requests from the queue to their last token: continuous batching, over all replicas of the model."""
 
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import count, takewhile
+from dataclasses import replace
+from itertools import count
 
 from jaxllm.cache.block_pool import BlockPool
 from jaxllm.engine.replica import Replica
 from jaxllm.engine.request import Request, RequestStatus
 from jaxllm.engine.step import ScheduledRow, SchedulerStats, Step
+from jaxllm.engine.step_maker import StepMaker
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class _Part:
-    """What a replica computes in the step that is being made."""
-
-    replica: Replica
-    budget: int
-    """Tokens that it may still compute."""
-    singles: list[ScheduledRow] = field(default_factory=list)
-    chunks: list[ScheduledRow] = field(default_factory=list)
-    admits: bool = True
-
-    def add(self, request: Request) -> None:
-        """Compute as many of the request's tokens as the budget allows; their slots are allocated."""
-        start = request.num_scheduled_tokens
-        remaining = len(request.token_ids) + request.num_pending_tokens - start
-        n = min(remaining, self.budget)
-        samples = int(n == remaining)
-        request.num_scheduled_tokens = start + n
-        request.num_pending_tokens += samples
-        row = ScheduledRow(request, start, n, samples, request.num_preemptions)
-        (self.singles if n == 1 else self.chunks).append(row)
-        self.budget -= n
 
 
 class Scheduler:
@@ -47,12 +24,7 @@ class Scheduler:
     queue, so each request ends after a bounded number of steps. With one replica, every running request arrived before
     every waiting one.
 
-    At admission a request goes to the replica where the least work is in its way, what is cached of it taken off
-    (`Place.cost`), and stays there, unless it is preempted: then it begins anew, wherever there is room first.
-
-    All but the latest running request of a replica have exactly one token to compute: a prompt too long for the budget
-    that is left keeps those behind it waiting. With no more running rows than budget tokens, each gets at least one.
-    Only one that was preempted elsewhere can come between older and younger rows with more to compute.
+    What a step computes, and who is admitted or preempted for it, is `StepMaker`'s to decide.
 
     A step that is under way may still write to blocks that were given back meanwhile. Later steps run after it on the
     device, and whoever takes the blocks writes before he reads.
@@ -95,8 +67,10 @@ class Scheduler:
         ]
         self._waiting: OrderedDict[str, Request] = OrderedDict()
         self._arrivals = count()
-        self._iterations = iterations
         self._stats = SchedulerStats()
+        self._maker = StepMaker(
+            self._replicas, self._waiting, self._stats, max_num_batched_tokens, block_size, iterations
+        )
 
     @property
     def stats(self) -> SchedulerStats:
@@ -182,92 +156,7 @@ class Scheduler:
         as scheduled and pending. Complete them in the same order. The block tables that the step needs are those of
         its requests now; read them before the next call.
         """
-        # A request whose last token is on its way has nothing to compute: that token is never fed back. One that
-        # follows a grammar has to wait for each token: it says which may come next.
-        ready = [
-            [
-                request
-                for request in replica.running.values()
-                if not request.num_pending_tokens
-                or (
-                    len(request.token_ids) + request.num_pending_tokens < request.max_tokens and request.matcher is None
-                )
-            ]
-            for replica in self._replicas
-        ]
-        step = self._loop(ready) or self._mixed(ready)
-        if step is not None:
-            self._stats.steps += 1
-            self._stats.scheduled_tokens += sum(row.num_tokens for row in step.rows)
-        return step
-
-    def _loop(self, ready: list[list[Request]]) -> Step | None:
-        """Several decode steps at once, where nobody waits for the end of one and there are blocks for all of them."""
-        most = max(map(len, ready))
-        iterations = self._iterations(most) if most else 1
-        if iterations == 1 or self._can_admit():
-            return None
-        counts = []
-        for replica, requests in zip(self._replicas, ready, strict=True):
-            needed = 0
-            for request in requests:
-                total = len(request.token_ids) + request.num_pending_tokens
-                if total - request.num_scheduled_tokens != 1 or request.matcher is not None:
-                    return None
-                tokens = min(iterations, request.max_tokens - total)
-                if tokens < iterations and self._waiting:
-                    return None  # its end makes room
-                missing = replica.missing(request, total - 1 + tokens)
-                needed += missing if missing > 0 else 0
-                counts.append(tokens)
-            if needed > replica.pool.num_free:
-                return None
-        rows, left = [], iter(counts)
-        for replica, requests in zip(self._replicas, ready, strict=True):
-            for request in requests:
-                start, tokens = request.num_scheduled_tokens, next(left)
-                if start + tokens > len(request.block_table) * self.block_size:
-                    self._extend(replica, request, start + tokens)
-                request.num_scheduled_tokens = start + tokens
-                request.num_pending_tokens += tokens
-                rows.append(ScheduledRow(request, start, tokens, tokens, request.num_preemptions))
-        shares = self._shares([len(requests) for requests in ready])
-        return Step(tuple(rows), len(rows), decode_only=True, iterations=iterations, shares=shares)
-
-    def _mixed(self, ready: list[list[Request]]) -> Step | None:
-        """One step of chunks and single tokens, of those that run and of those that can be admitted."""
-        parts = [_Part(replica, self.max_num_batched_tokens) for replica in self._replicas]
-        for part, requests in zip(parts, ready, strict=True):
-            running = len(part.replica.running)
-            for request in requests:
-                if request.status is not RequestStatus.RUNNING:
-                    break  # preempted for an older row, and so is everything behind it
-                if not part.budget:
-                    break  # after steps that failed, or a preemption elsewhere: older prompts are computed first
-                start = request.num_scheduled_tokens
-                end = start + min(len(request.token_ids) + request.num_pending_tokens - start, part.budget)
-                if end > len(request.block_table) * self.block_size and not self._extend(part.replica, request, end):
-                    break
-                part.add(request)
-            part.admits = len(part.replica.running) == running  # else who is admitted would be preempted next
-        while self._waiting:
-            request = next(iter(self._waiting.values()))
-            admitting = self._admit(request, [part for part in parts if part.admits and part.budget])
-            if admitting is None:
-                break
-            admitting.add(request)
-        rows = [row for part in parts for row in (*part.singles, *part.chunks)]
-        if not rows:
-            return None
-        return Step(
-            tuple(rows),
-            sum(self.max_num_batched_tokens - part.budget for part in parts),
-            decode_only=not any(part.chunks for part in parts),
-            shares=self._shares([len(part.singles) + len(part.chunks) for part in parts]),
-        )
-
-    def _shares(self, rows: list[int]) -> tuple[int, ...]:
-        return tuple(rows) if len(self._replicas) > 1 else ()
+        return self._maker.make()
 
     def complete(self, step: Step, tokens: Sequence[Sequence[int]]) -> list[tuple[Request, int]]:
         """Takes the results of `step`; `tokens[i]` are those that `step.rows[i]` sampled, in order.
@@ -343,7 +232,7 @@ class Scheduler:
         """The KV array has lost its content: whatever runs is computed again, and no prefix is found any more."""
         for replica in self._replicas:
             while replica.running:
-                self._preempt(replica)
+                self._maker.preempt(replica)
             replica.forget_kv()
 
     def resize(self, num_blocks: int) -> list[Request]:
@@ -381,13 +270,6 @@ class Scheduler:
         self.finish(request, reason)
         return True
 
-    def _can_admit(self) -> bool:
-        """Whether the front of the queue could be admitted even without prefix hits."""
-        if not self._waiting:
-            return False
-        request = next(iter(self._waiting.values()))
-        return any(replica.could_admit(request) for replica in self._replicas)
-
     def _held(self, request_id: str) -> Request | None:
         """The unfinished request of that id."""
         for requests in (self._waiting, *(replica.running for replica in self._replicas)):
@@ -399,48 +281,3 @@ class Scheduler:
         """Where a running request runs."""
         assert request.seat is not None
         return self._replicas[request.seat // self.max_num_seqs]
-
-    def _extend(self, replica: Replica, request: Request, num_tokens: int) -> bool:
-        """Gives a running request the blocks for its first `num_tokens` tokens, preempting the latest ones for it.
-
-        False when the request was itself the latest and is preempted. It never is when it runs alone: then all
-        blocks are its own or free, and a request that needs more than all has finished.
-        """
-        needed = replica.missing(request, num_tokens)
-        while needed > replica.pool.num_free:
-            if self._preempt(replica) is request:
-                return False
-        request.block_table += replica.pool.allocate(needed)
-        return True
-
-    def _preempt(self, replica: Replica) -> Request:
-        """Puts the latest of a replica's requests back into the queue, and returns it."""
-        _, request = replica.running.popitem()
-        replica.release(request)
-        request.status = RequestStatus.WAITING
-        request.num_preemptions += 1
-        older = list(takewhile(lambda other: other.arrival < request.arrival, self._waiting.values()))
-        self._waiting[request.request_id] = request
-        for first in (request, *reversed(older)):
-            self._waiting.move_to_end(first.request_id, last=False)
-        self._stats.preemptions += 1
-        return request
-
-    def _admit(self, request: Request, parts: list[_Part]) -> _Part | None:
-        """Moves the front of the queue to the best of the replicas that have room for all its known tokens.
-
-        Returns the replica's part of the step; None if there is no room.
-        """
-        places = [(part, place) for part in parts if (place := part.replica.find(request)) is not None]
-        if not places:
-            return None
-        part, place = min(places, key=lambda found: found[1].cost)
-        part.replica.admit(request, place)
-        del self._waiting[request.request_id]
-        if request.num_cached_tokens is None:
-            request.num_cached_tokens = request.num_computed_tokens
-            self._stats.prompt_tokens += request.num_prompt_tokens
-        self._stats.admissions += 1
-        self._stats.admitted_tokens += request.num_tokens
-        self._stats.prefix_hit_tokens += request.num_computed_tokens
-        return part
