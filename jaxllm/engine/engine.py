@@ -16,6 +16,7 @@ import numpy as np
 from jaxllm.cache.block_pool import BlockPool
 from jaxllm.checkpoint.adopt import check_parameters
 from jaxllm.engine.answer import Answer, Update
+from jaxllm.engine.delivery import Delivery
 from jaxllm.engine.interrupts import deferred_interrupts
 from jaxllm.engine.prompts import Prompt
 from jaxllm.engine.reported import Reported
@@ -96,7 +97,7 @@ class Engine:
             enable_prefix_caching=config.enable_prefix_caching,
             iterations=runner.shapes.iterations,
         )
-        self._answers: dict[str, Answer] = {}
+        self._delivery = Delivery(self.scheduler)
         self._under_way: deque[tuple[Step, StepResults]] = deque()
         self._maker = RequestMaker(spec, tokenizer, eos_token_ids, seed)
         self._lock = threading.RLock()
@@ -156,7 +157,7 @@ class Engine:
         with self._exclusively():
             request.arrival_time = time.perf_counter()
             self.scheduler.add(request)
-            self._answers[request.request_id] = answer
+            self._delivery.begin(answer)
 
     def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams) -> None:
         """`prepare` and `submit` in one; raises what they raise."""
@@ -168,7 +169,7 @@ class Engine:
             request = self.scheduler.abort(request_id)
             if request is None:
                 return None
-            return self._deliver_end(request)
+            return self._delivery.deliver_end(request)
 
     def update_weights(self, params: Any, running: Running = "finish") -> None:
         """New parameters: `check_parameters`, then finish or abort what is under way, swap, forget all KV.
@@ -185,7 +186,7 @@ class Engine:
             spec = self.runner.spec
             check_parameters(spec.model, params, spec.placement)
             if running == "abort":
-                for request_id in list(self._answers):
+                for request_id in list(self._delivery.answers):
                     self.abort_request(request_id)
             while self.scheduler.has_unfinished() and self.advance():
                 pass
@@ -272,8 +273,8 @@ class Engine:
                         step = replace(step, masks=masks)
                     self._under_way.append((step, self.runner.dispatch(step)))
                     for request, error in failed:
-                        self._end_in_error(request, error)
-                        self._deliver_end(request)
+                        self._delivery.end_in_error(request, error)
+                        self._delivery.deliver_end(request)
                 if len(self._under_way) <= (step is not None):
                     return step is not None
                 oldest, results = self._under_way.popleft()
@@ -285,19 +286,7 @@ class Engine:
                 if self.runner.restore_cache():
                     self.scheduler.forget_kv()
                 raise
-            now = time.perf_counter()
-            for row, request in reported.prompts():
-                if self.scheduler.is_live(row):
-                    try:
-                        self._answers[request.request_id].add_prompt_logprobs(reported, row)
-                    except Exception as error:
-                        self._fail(request, request.num_tokens, error)
-            for request, count in self.scheduler.complete(oldest, sampled):
-                before = request.num_tokens - count
-                try:
-                    self._update(request, before, now, reported)
-                except Exception as error:
-                    self._fail(request, before, error)
+            self._delivery.take_in(oldest, sampled, reported)
             if self._on_step is not None:
                 self._on_step(oldest)
             return True
@@ -307,24 +296,6 @@ class Engine:
         """One thread at a time, and whole: an interrupt waits until it is done."""
         with self._lock, deferred_interrupts():
             yield
-
-    def _update(self, request: Request, before: int, now: float, reported: Reported) -> None:
-        """Take in the tokens of a request behind the first `before`, and hand out what they add."""
-        answer = self._answers[request.request_id]
-        if answer.first_token_time is None:
-            answer.first_token_time = now
-        error = answer.what_is_wrong(before)
-        if error is not None:
-            self._end_in_error(request, error)
-        text = answer.add(before, self.scheduler.cut)
-        token_ids = request.token_ids[before:]
-        logprobs = answer.add_logprobs(reported, token_ids)
-        output = None
-        if request.is_finished:
-            answer.finished_time = now
-            output = answer.output()
-            del self._answers[request.request_id]
-        answer.inbox.append(Update(request.request_id, text, token_ids, output, logprobs))
 
     def _masks(self, step: Step) -> tuple[Masks | None, list[tuple[Request, str]]]:
         """Which tokens may come next in the rows that follow a grammar; the requests that cannot go on, and why."""
@@ -339,13 +310,6 @@ class Engine:
         failed = [(rows[i], f"the grammar cannot be followed any further: {error}") for i, error in errors.items()]
         return Masks([request.seat or 0 for request in rows], masks), failed
 
-    def _fail(self, request: Request, num_tokens: int, error: Exception) -> None:
-        """End a request whose tokens cannot be taken in, a tokenizer failing or the like; others are not affected."""
-        logger.error("request %r ends in an error", request.request_id, exc_info=error)
-        del request.token_ids[num_tokens:]
-        self._end_in_error(request, f"its tokens could not be taken in: {error} ({type(error).__name__})")
-        self._deliver_end(request)
-
     def _end_for_lack_of_blocks(self, request: Request) -> None:
         needs = (
             f"{request.num_tokens} tokens do not fit into the {self.runner.num_blocks} KV-cache blocks that are left"
@@ -354,24 +318,5 @@ class Engine:
         if request.num_output_tokens:
             self.scheduler.finish(request, "length")
         else:
-            self._end_in_error(request, f"the prompt's {needs} since wake")
-        self._deliver_end(request)
-
-    def _end_in_error(self, request: Request, error: str) -> None:
-        self._answers[request.request_id].error = error
-        if request.is_finished:
-            request.finish_reason = "error"
-        else:
-            self.scheduler.finish(request, "error")
-
-    def _deliver_end(self, request: Request) -> RequestOutput:
-        """Hand out the end of a request that no token brings."""
-        answer, text = self._answers.pop(request.request_id), ""
-        try:
-            text = answer.break_off()
-        except Exception:  # the tokenizer's: it ends all the same, without the text that was held back
-            logger.exception("request %r: the end of its text is missing", request.request_id)
-        answer.finished_time = time.perf_counter()
-        output = answer.output()
-        answer.inbox.append(Update(request.request_id, text, [], output))
-        return output
+            self._delivery.end_in_error(request, f"the prompt's {needs} since wake")
+        self._delivery.deliver_end(request)

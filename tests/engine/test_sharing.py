@@ -32,7 +32,7 @@ def leaves_nothing_behind(llm: LLM) -> Iterator[None]:
     yield
     assert not llm.engine.has_unfinished_requests()
     assert llm.stats.scheduler.free_blocks == llm.stats.num_kvcache_blocks
-    assert not llm.engine._answers
+    assert not llm.engine._delivery.answers
 
 
 def tokens(llm: LLM, prompt: Any) -> list[int]:
@@ -92,7 +92,7 @@ def test_threads_share_the_engine(llm: LLM) -> None:
 def test_an_aborted_request_ends_its_stream(llm: LLM) -> None:
     stream = llm.stream("one", GREEDY)
     next(stream)
-    (request_id,) = llm.engine._answers
+    (request_id,) = llm.engine._delivery.answers
     llm.engine.abort_request(request_id)
     rest = list(stream)
     assert rest[-1].output is not None
