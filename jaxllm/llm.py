@@ -1,19 +1,18 @@
 """`LLM`: a model, ready to generate."""
 
 import logging
-import threading
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from jaxllm.cache.kv_array import LayerScales
+from jaxllm.calls import Calls, OnError
 from jaxllm.checkpoint.adopt import adopt_parameters
 from jaxllm.checkpoint.checkpoint import Checkpoint
 from jaxllm.checkpoint.kv_scales import read_kv_scales
@@ -21,11 +20,9 @@ from jaxllm.checkpoint.resolve import resolve
 from jaxllm.checkpoint.tokenizer import known_tokens
 from jaxllm.config import EngineConfig
 from jaxllm.engine import compilation_cache
-from jaxllm.engine.answer import Update
-from jaxllm.engine.engine import Engine, EngineAsleep, EngineStats, Running
+from jaxllm.engine.engine import Engine, EngineStats, Running
 from jaxllm.engine.interrupts import repeated_interrupts
-from jaxllm.engine.prompts import Params, Prompt, pair_params, prompt_token_ids, split_prompts
-from jaxllm.engine.request import Request
+from jaxllm.engine.prompts import Params, Prompt, pair_params, split_prompts
 from jaxllm.engine.runner import Runner
 from jaxllm.engine.spec import RunnerSpec
 from jaxllm.engine.step_log import StepLog
@@ -33,7 +30,7 @@ from jaxllm.memory.pool import start_backend
 from jaxllm.memory.report import MemoryReport
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.weights import Weights
-from jaxllm.outputs import CompletionOutput, RequestOutput, StreamDelta, join_outputs
+from jaxllm.outputs import RequestOutput, StreamDelta
 from jaxllm.parallel import distributed
 from jaxllm.parallel.mesh import DATA, TENSOR, make_mesh
 from jaxllm.parallel.placement import AxisNames, Placement
@@ -43,8 +40,6 @@ from jaxllm.sampling_params import SamplingParams
 from jaxllm.text.prompt import apply_chat
 
 logger = logging.getLogger(__name__)
-
-OnError = Literal["raise", "return"]
 
 
 class LLM:
@@ -160,8 +155,7 @@ class LLM:
         with repeated_interrupts() as raise_again:
             runner = Runner(spec, source, raise_again)
         self.engine = Engine(runner, tokenizer, frozenset(model.eos_token_ids), config.seed)
-        self._calls = 0
-        self._lock = threading.Lock()
+        self._calls = Calls(self.engine)
 
     def update_weights(self, params: Any, running: Running = "finish") -> None:
         """Generate with `params` from now on; nothing is compiled, and the prefix cache is emptied.
@@ -259,7 +253,7 @@ class LLM:
         Requests are checked before this returns. Closing the generator ends what is unfinished.
         """
         requests = distributed.broadcast(pair_params(split_prompts(prompts), sampling_params))
-        return self._run(requests, on_error)
+        return self._calls.run(requests, on_error)
 
     def chat(
         self,
@@ -303,73 +297,11 @@ class LLM:
     ) -> list[RequestOutput]:
         results: list[RequestOutput | None] = [None] * len(requests)
         with Progress(self.engine, len(requests), use_tqdm) as progress:
-            for delta in self._run(requests, on_error):
+            for delta in self._calls.run(requests, on_error):
                 progress.add(len(delta.token_ids), delta.output is not None)
                 if delta.output is not None:
                     results[delta.index] = delta.output
         return [result for result in results if result is not None]
-
-    def _run(self, requests: list[tuple[Any, SamplingParams]], on_error: OnError) -> Iterator[StreamDelta]:
-        if on_error not in ("raise", "return"):
-            raise ValueError(f"on_error must be 'raise' or 'return'; got {on_error!r}")
-        with self._lock:
-            prefix = f"call{self._calls}-"
-            self._calls += 1
-            prepared = [self._prepare(f"{prefix}{i}", prompt, params) for i, (prompt, params) in enumerate(requests)]
-        refused = {index: item for index, item in enumerate(prepared) if isinstance(item, Exception)}
-        if refused and on_error == "raise":
-            kind = TypeError if all(isinstance(error, TypeError) for error in refused.values()) else ValueError
-            raise kind("\n".join(f"prompt {index}: {error}" for index, error in refused.items()))
-        return self._serve([prompt for prompt, _ in requests], prepared)
-
-    def _prepare(self, request_id: str, prompt: Any, params: SamplingParams) -> list[Request] | Exception:
-        """A request for each output, or why there is none."""
-        if isinstance(prompt, Exception):
-            return prompt
-        try:
-            return self.engine.prepare_each(request_id, prompt, params)
-        except (TypeError, ValueError) as error:
-            return error
-
-    def _serve(self, prompts: list[Any], prepared: list[list[Request] | Exception]) -> Iterator[StreamDelta]:
-        inbox: deque[Update] = deque()
-        finished: dict[int, dict[int, RequestOutput]] = {}  # outputs by prompt and place
-        with self._aborting() as unfinished:
-            for index, (prompt, item) in enumerate(zip(prompts, prepared, strict=True)):
-                if isinstance(item, Exception):
-                    yield StreamDelta(index, "", output=_refusal(str(index), prompt, item))
-                    continue
-                for place, request in enumerate(item):
-                    unfinished[request.request_id] = (index, place)
-                    self.engine.submit(request, prompt if isinstance(prompt, str) else None, inbox)
-            while unfinished:
-                # Calls from other threads, or between two deltas of this one, run steps for all.
-                try:
-                    if not inbox and not self.engine.advance() and not inbox:
-                        raise RuntimeError(f"the engine has nothing to do, but {sorted(unfinished)} have not ended")
-                except EngineAsleep:
-                    self.engine.wait_until_awake()
-                while inbox:
-                    update = inbox.popleft()
-                    index, place = unfinished[update.request_id]
-                    output = None
-                    if update.output is not None:
-                        del unfinished[update.request_id]
-                        done = finished.setdefault(index, {})
-                        done[place] = update.output
-                        if len(done) == len(prepared[index]):  # type: ignore[arg-type]
-                            output = _joined(finished.pop(index))
-                    yield StreamDelta(index, update.text, update.token_ids, output, place, update.logprobs)
-
-    @contextmanager
-    def _aborting(self) -> Iterator[dict[str, tuple[int, int]]]:
-        """Requests in flight; those still there at the end, after an error or a closed generator, are aborted."""
-        unfinished: dict[str, tuple[int, int]] = {}
-        try:
-            yield unfinished
-        finally:
-            for request_id in list(unfinished):
-                self.engine.abort_request(request_id)
 
 
 def _engine_config(options: dict[str, Any]) -> EngineConfig:
@@ -408,20 +340,3 @@ def _kv_scales(source: Checkpoint | Weights) -> LayerScales | None:
         return read_kv_scales(source)
     logger.info("fp8 KV cache: parameters of a program come without scales of it: scales of 1")
     return None
-
-
-def _joined(outputs: dict[int, RequestOutput]) -> RequestOutput:
-    """The output of a prompt from those of its requests, by place."""
-    if len(outputs) == 1:
-        return outputs[0]
-    return join_outputs(outputs[0].request_id.rpartition("-")[0], [outputs[place] for place in sorted(outputs)])
-
-
-def _refusal(request_id: str, prompt: Any, error: Exception) -> RequestOutput:
-    text = prompt if isinstance(prompt, str) else None
-    try:
-        ids = [] if isinstance(prompt, str | Exception) else prompt_token_ids(prompt)
-    except TypeError:
-        ids = []
-    completion = CompletionOutput(0, "", [], finish_reason="error")
-    return RequestOutput(request_id, text, ids, [completion], finished=True, error=str(error))
