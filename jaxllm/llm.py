@@ -1,45 +1,32 @@
 """`LLM`: a model, ready to generate."""
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
-from jaxllm.cache.kv_array import LayerScales
+from jaxllm.assemble import assemble, place, read_options
 from jaxllm.calls import Calls, OnError
 from jaxllm.checkpoint.adopt import adopt_parameters
 from jaxllm.checkpoint.checkpoint import Checkpoint
-from jaxllm.checkpoint.kv_scales import read_kv_scales
 from jaxllm.checkpoint.resolve import resolve
-from jaxllm.checkpoint.tokenizer import known_tokens
 from jaxllm.config import EngineConfig
-from jaxllm.engine import compilation_cache
 from jaxllm.engine.engine import Engine, EngineStats, Running
-from jaxllm.engine.interrupts import repeated_interrupts
 from jaxllm.engine.prompts import Params, Prompt, pair_params, split_prompts
-from jaxllm.engine.runner import Runner
-from jaxllm.engine.spec import RunnerSpec
 from jaxllm.engine.step_log import StepLog
-from jaxllm.memory.pool import start_backend
 from jaxllm.memory.report import MemoryReport
 from jaxllm.models.config import ModelConfig
-from jaxllm.models.weights import Weights
 from jaxllm.outputs import RequestOutput, StreamDelta
 from jaxllm.parallel import distributed
-from jaxllm.parallel.mesh import DATA, TENSOR, make_mesh
-from jaxllm.parallel.placement import AxisNames, Placement
+from jaxllm.parallel.mesh import TENSOR
+from jaxllm.parallel.placement import AxisNames
 from jaxllm.progress import Progress
-from jaxllm.sampling.variant import LogitsProcessor, checked_processors
+from jaxllm.sampling.variant import LogitsProcessor
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.text.prompt import apply_chat
-
-logger = logging.getLogger(__name__)
 
 
 class LLM:
@@ -77,13 +64,14 @@ class LLM:
         logits_processors: Mapping[str, LogitsProcessor] | None = None,
         **options: Any,
     ):
-        config = _engine_config(options)
+        config = read_options(options)
         checkpoint = model if isinstance(model, Checkpoint) else resolve(str(model))
-        config, placement = _place(config, mesh, tensor_axis, data_axis)
+        config, placement = place(config, mesh, tensor_axis, data_axis)
         tokenizer = None if config.skip_tokenizer_init else checkpoint.tokenizer()
         platform = placement.mesh.devices.flat[0].platform
         dtype = jnp.dtype(config.dtype_name(checkpoint.config, platform))
-        self._start(config, checkpoint.config, checkpoint, tokenizer, placement, dtype, logits_processors)
+        engine = assemble(config, checkpoint.config, checkpoint, tokenizer, placement, dtype, logits_processors)
+        self._hold(config, checkpoint.config, tokenizer, engine)
 
     @classmethod
     def from_params(
@@ -120,42 +108,17 @@ class LLM:
             TypeError, ValueError: as `LLM`.
         """
         made = cls.__new__(cls)
-        engine_config, placement = _place(_engine_config(options), mesh, tensor_axis, data_axis)
+        engine_config, placement = place(read_options(options), mesh, tensor_axis, data_axis)
         dtype = None if engine_config.dtype == "auto" else engine_config.dtype
         weights = adopt_parameters(config, params, placement, dtype)
         dtype = weights.leaves[0].dtype
-        made._start(engine_config, config, weights, tokenizer, placement, dtype, logits_processors)
+        engine = assemble(engine_config, config, weights, tokenizer, placement, dtype, logits_processors)
+        made._hold(engine_config, config, tokenizer, engine)
         return made
 
-    def _start(
-        self,
-        config: EngineConfig,
-        model: ModelConfig,
-        source: Checkpoint | Weights,
-        tokenizer: Any | None,
-        placement: Placement,
-        dtype: jnp.dtype,
-        logits_processors: Mapping[str, LogitsProcessor] | None,
-    ) -> None:
-        self.config, self.model_config, self.tokenizer = config, model, tokenizer
-        known = np.ones(model.vocab_size, bool) if tokenizer is None else known_tokens(tokenizer, model.vocab_size)
-        never = [token for token in model.eos_token_ids if not known[token]]
-        if never:
-            logger.warning("end-of-sequence ids %s are unknown to the tokenizer and will never be generated", never)
-        spec = RunnerSpec(
-            config=config,
-            model=model,
-            placement=placement,
-            dtype=dtype,
-            max_model_len=config.model_len(model),
-            known_tokens=known,
-            logits_processors=checked_processors(logits_processors),
-            kv_scales=_kv_scales(source) if config.quantizes_kv else None,
-        )
-        with repeated_interrupts() as raise_again:
-            runner = Runner(spec, source, raise_again)
-        self.engine = Engine(runner, tokenizer, frozenset(model.eos_token_ids), config.seed)
-        self._calls = Calls(self.engine)
+    def _hold(self, config: EngineConfig, model: ModelConfig, tokenizer: Any | None, engine: Engine) -> None:
+        self.config, self.model_config, self.tokenizer, self.engine = config, model, tokenizer, engine
+        self._calls = Calls(engine)
 
     def update_weights(self, params: Any, running: Running = "finish") -> None:
         """Generate with `params` from now on; nothing is compiled, and the prefix cache is emptied.
@@ -302,41 +265,3 @@ class LLM:
                 if delta.output is not None:
                     results[delta.index] = delta.output
         return [result for result in results if result is not None]
-
-
-def _engine_config(options: dict[str, Any]) -> EngineConfig:
-    unknown = sorted(set(options) - set(EngineConfig.names()))
-    if unknown:
-        raise TypeError(f"unknown option(s) {', '.join(unknown)}; known: {', '.join(EngineConfig.names())}")
-    return EngineConfig(**options)
-
-
-def _place(
-    config: EngineConfig, mesh: Mesh | None, tensor_axis: AxisNames, data_axis: AxisNames
-) -> tuple[EngineConfig, Placement]:
-    """Where the engine runs, and the options with its sizes; starts the backend."""
-    compilation_cache.enable()
-    start_backend(config.gpu_memory_utilization)
-    if mesh is None:
-        mesh, data_axis = make_mesh(config.tensor_parallel_size, config.data_parallel_size), DATA
-    placement = Placement.of(mesh, tensor_axis, data_axis)
-    for kind, axis, found in (
-        ("tensor", tensor_axis, placement.tensor_parallel_size),
-        ("data", data_axis, placement.data_parallel_size),
-    ):
-        size = f"{kind}_parallel_size"
-        if getattr(config, size) not in (1, found):
-            raise ValueError(
-                f"{size}={getattr(config, size)}, but {kind}_axis={axis!r} of the mesh has {found} devices: leave "
-                f"{size} out where you give a mesh, and name one of its axes: "
-                + ", ".join(f"{name!r} of {devices}" for name, devices in mesh.shape.items())
-            )
-    tp, dp = placement.tensor_parallel_size, placement.data_parallel_size
-    return replace(config, tensor_parallel_size=tp, data_parallel_size=dp), placement
-
-
-def _kv_scales(source: Checkpoint | Weights) -> LayerScales | None:
-    if isinstance(source, Checkpoint):
-        return read_kv_scales(source)
-    logger.info("fp8 KV cache: parameters of a program come without scales of it: scales of 1")
-    return None
