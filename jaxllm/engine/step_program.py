@@ -18,7 +18,7 @@ from jaxllm.engine.choose import Chosen, choose, keeps_history, no_logprobs, rep
 from jaxllm.engine.device_state import DeviceState
 from jaxllm.engine.step_shape import PackedLayout, StepFields, StepShape
 from jaxllm.layers.paged_attention import PagedBatch
-from jaxllm.models.decoder import Decoder
+from jaxllm.models.decoder import Decoder, block_with
 from jaxllm.models.weights import Weights
 from jaxllm.parallel.placement import Placement
 from jaxllm.sampling.logprobs import TokenLogprobs, prompt_logprobs
@@ -99,10 +99,11 @@ def step_function(
             hidden, kv = medium_batch.paged(model, tokens, positions, batch, attend_one, kv, multiprocessors)
         else:
             wanted = (last, attend(decode=True)) if last_only else None
-            run_block = None
             if large_batch.fits(attention, shape.tokens, shape.decode):
                 run_block = large_batch.block_of_many_tokens(batch, heads=heads, layout=layout, placement=placement)
-            hidden, kv = model.paged(tokens, positions, attend(decode=shape.decode), kv, wanted, run_block)
+            else:
+                run_block = block_with(attend(decode=shape.decode))
+            hidden, kv = model.paged(tokens, positions, run_block, kv, wanted)
 
         def project(hidden: Array) -> Array:
             return placement.divide_logits(model.logits(hidden))

@@ -146,7 +146,18 @@ class DecoderLayer(nnx.Module):
 
 
 Block = Callable[[DecoderLayer, Array, Rotation, Int[Array, ""], Cache], tuple[Array, Cache]]
-"""A whole block run by other means: (module, x, angles, layer, cache) -> (x, new cache)."""
+"""How a whole block is run: (module, x, angles, layer, cache) -> (x, new cache)."""
+
+
+def block_with[Cache](attend: Attend[Cache]) -> Block[Cache]:
+    """A block run as it is written here; `attend` says how attention finds its context."""
+
+    def run(
+        layer: DecoderLayer, x: Array, angles: Rotation, index: Int[Array, ""], cache: Cache
+    ) -> tuple[Array, Cache]:
+        return layer(x, angles, index, attend, cache)
+
+    return run
 
 
 class Decoder(nnx.Module):
@@ -191,21 +202,20 @@ class Decoder(nnx.Module):
         self,
         tokens: Int[Array, "tokens"],
         positions: Int[Array, "tokens"],
-        attend: Attend[Cache],
+        run_block: Block[Cache],
         cache: Cache,
         wanted: tuple[Int[Array, "wanted"], Attend[Cache]] | None = None,
-        run_block: Block[Cache] | None = None,
     ) -> tuple[Float[Array, "asking hidden"], Cache]:
         """Normalised hidden states of a step's tokens, and the cache with their keys and values.
 
         Args:
             tokens: flattened tokens of all rows.
             positions: their positions in their sequences.
-            attend: writes K and V and attends over the pages (`jaxllm.engine.attention`).
+            run_block: how a block of all tokens is run: `block_with` what writes K and V and attends over the pages
+                (`jaxllm.engine.attention`), or by other means (`jaxllm.engine.large_batch`).
             cache: the paged KV cache.
             wanted: the tokens whose hidden states are returned, where not all are, and how these attend in the last
                 block, which then computes nothing but K and V of the others.
-            run_block: how blocks of all tokens are run, where not as they are written here.
         """
         angles = self.angles(positions)
         x = self.embed_tokens(tokens)
@@ -214,10 +224,7 @@ class Decoder(nnx.Module):
         # Traced and lowered once for all layers: for 28 of them that takes seconds, and threads cannot share it.
         @jax.jit
         def block(state: Any, index: Int[Array, ""], x: Array, cache: Any) -> tuple[Array, Any]:
-            layer = nnx.merge(graphdef, state)
-            if run_block is not None:
-                return run_block(layer, x, angles, index, cache)
-            return layer(x, angles, index, attend, cache)
+            return run_block(nnx.merge(graphdef, state), x, angles, index, cache)
 
         blocks = list(enumerate(self.layers))
         for index, layer in blocks if wanted is None else blocks[:-1]:

@@ -20,7 +20,7 @@ from jaxllm.engine import medium_batch
 from jaxllm.engine.attention import Attention, paged_attend
 from jaxllm.engine.spec import RunnerSpec
 from jaxllm.layers.paged_attention import PagedBatch
-from jaxllm.models.decoder import Decoder
+from jaxllm.models.decoder import Decoder, block_with
 from jaxllm.parallel.mesh import make_mesh
 from jaxllm.parallel.placement import Placement
 
@@ -46,7 +46,7 @@ def test_a_decode_step_equals_the_decoders(tiny: Callable[..., Path]) -> None:
     )
 
     def by_decoder(kv: jax.Array) -> Any:
-        return model.paged(tokens, jnp.asarray(positions), attend, kv)
+        return model.paged(tokens, jnp.asarray(positions), block_with(attend), kv)
 
     def with_kernel(kv: jax.Array) -> Any:
         options: dict[str, Any] = {"multiprocessors": 4, "interpret": plgpu.InterpretGPUParams()}

@@ -16,7 +16,7 @@ from jaxllm.checkpoint.resolve import resolve
 from jaxllm.engine import small_batch
 from jaxllm.engine.attention import Attention, paged_attend
 from jaxllm.layers.paged_attention import PagedBatch
-from jaxllm.models.decoder import Decoder
+from jaxllm.models.decoder import Decoder, block_with
 from jaxllm.parallel.mesh import make_mesh
 from jaxllm.parallel.placement import Placement
 
@@ -46,7 +46,7 @@ def test_a_decode_step_equals_the_decoders(tiny: Callable[..., Path], family: st
         attend = paged_attend(
             Attention.XLA, batch, decode=True, heads=config.num_attention_heads, layout=layout, placement=placement
         )
-        return model.paged(tokens, jnp.asarray(positions), attend, kv)
+        return model.paged(tokens, jnp.asarray(positions), block_with(attend), kv)
 
     def fused(kv: jax.Array) -> Any:
         interpret = plgpu.InterpretGPUParams()
