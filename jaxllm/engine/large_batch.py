@@ -59,9 +59,8 @@ def block_of_many_tokens(
     def attended(
         attention: SelfAttention, x: Array, angles: Rotation, layer: Int[Array, ""], kv: KVArray
     ) -> tuple[Float[Array, "tokens heads head_dim"], KVArray]:
-        norms, eps = None, 0.0
-        if attention.q_norm is not None and attention.k_norm is not None:
-            norms, eps = (attention.q_norm.weight[...], attention.k_norm.weight[...]), attention.q_norm.eps
+        norms = attention.head_norms
+        eps = 0.0 if attention.q_norm is None else attention.q_norm.eps
 
         def local(
             projected: list[Array],

@@ -122,9 +122,7 @@ def paged(
 def _weights(layer: DecoderLayer, following: DecoderLayer) -> LayerWeights:
     """What lies between the attentions of two layers."""
     attention, mlp = following.self_attn, layer.mlp
-    norms = {}
-    if attention.q_norm is not None and attention.k_norm is not None:
-        norms = {"q_norm": attention.q_norm.weight[...], "k_norm": attention.k_norm.weight[...]}
+    q_norm, k_norm = attention.head_norms or (None, None)
     return LayerWeights(
         o=layer.self_attn.o_proj.weight[...],
         mlp_norm=layer.post_attention_layernorm.weight[...],
@@ -135,5 +133,6 @@ def _weights(layer: DecoderLayer, following: DecoderLayer) -> LayerWeights:
         q=attention.q_proj.weight[...],
         k=attention.k_proj.weight[...],
         v=attention.v_proj.weight[...],
-        **norms,
+        q_norm=q_norm,
+        k_norm=k_norm,
     )

@@ -138,8 +138,6 @@ def _bias(linear: Linear) -> Array | None:
 
 def _qkv_weights(attention: SelfAttention) -> QKVWeights:
     q, k, v = attention.q_proj, attention.k_proj, attention.v_proj
-    norms = {}
-    if attention.q_norm is not None and attention.k_norm is not None:
-        norms = {"q_norm": attention.q_norm.weight[...], "k_norm": attention.k_norm.weight[...]}
+    q_norm, k_norm = attention.head_norms or (None, None)
     biases = {f"{name}_bias": _bias(linear) for name, linear in (("q", q), ("k", k), ("v", v))}
-    return QKVWeights(q=q.weight[...], k=k.weight[...], v=v.weight[...], **norms, **biases)
+    return QKVWeights(q=q.weight[...], k=k.weight[...], v=v.weight[...], q_norm=q_norm, k_norm=k_norm, **biases)

@@ -80,6 +80,13 @@ class SelfAttention(nnx.Module):
         out, cache = attend(layer, *self.project(x, angles, queries), cache)
         return self.o_proj(out.reshape(*out.shape[:-2], -1)), cache
 
+    @property
+    def head_norms(self) -> tuple[Float[Array, "head_dim"], Float[Array, "head_dim"]] | None:
+        """Weights of the norms on q and k; None where the family has none."""
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        return self.q_norm.weight[...], self.k_norm.weight[...]
+
     def project(
         self, x: Float[Array, "*batch hidden"], angles: Rotation, queries: Int[Array, "wanted"] | None = None
     ) -> tuple[Array, Array, Array]:
