@@ -1,15 +1,14 @@
 """Compiles many programs at once: lowered in processes, as Python lowers one at a time, and compiled in threads."""
 
-import dataclasses
 import multiprocessing
 import os
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from typing import Any, Protocol, runtime_checkable
 
 import jax
-from jax import export
+
+from kernels_pallas import exported
 
 
 @runtime_checkable
@@ -49,10 +48,10 @@ def compile_all[P: Program](
         ProcessPoolExecutor(processes, mp_context=context, initializer=_use_no_accelerator) as lowering,
         ThreadPoolExecutor(processes) as compiling,
     ):
-        exported = [lowering.submit(_export, program, platform) for program in distinct]
+        lowered = [lowering.submit(_export, program, platform) for program in distinct]
         compiled = [
             compiling.submit(lambda program, data: _compile(program, data.result()), program, data)
-            for program, data in zip(distinct, exported, strict=True)
+            for program, data in zip(distinct, lowered, strict=True)
         ]
         return {program: future.result() for program, future in zip(distinct, compiled, strict=True)}
 
@@ -64,10 +63,8 @@ def _use_no_accelerator() -> None:
 
 
 def _export(program: Program, platform: str) -> bytes:
-    """A pickle, since JAX's own format needs a package that JAX does not depend on."""
-    exported = export.export(jax.jit(program.function()), platforms=(platform,))
-    return pickle.dumps(dataclasses.replace(exported(*program.arguments()), _get_vjp=None))
+    return exported.to_bytes(program.function(), program.arguments(), platform)
 
 
 def _compile(program: Program, data: bytes) -> Callable[..., Any]:
-    return jax.jit(pickle.loads(data).call).lower(*program.arguments()).compile()
+    return jax.jit(exported.from_bytes(data)).lower(*program.arguments()).compile()

@@ -4,15 +4,13 @@ Tracing and lowering are Python and hold its lock, so one process lowers one pro
 process cost this one a twentieth of a second.
 """
 
-import pickle
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import export
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.cache.kv_array import KVLayout, LayerScales
@@ -28,6 +26,7 @@ from jaxllm.models.params import parameter_specs
 from jaxllm.models.weights import Weights
 from jaxllm.parallel.mesh import DATA
 from jaxllm.parallel.placement import Placement
+from kernels_pallas import exported
 
 _LOWERING = threading.Lock()
 """In turns, the first program is compiled, which does not hold Python's lock, while the second is lowered; all at the
@@ -63,25 +62,20 @@ def lower_step(
 def export_step(
     spec: RunnerSpec, weights: Weights, layout: KVLayout, num_blocks: int, shape: StepShape, *, platform: str
 ) -> bytes:
-    """Trace a step and lower it for `platform` ("cuda", "cpu"), whatever devices `spec` has; for `lower_exported`.
-
-    Another process must have the same versions of everything: the bytes are a pickle, since JAX's own format, made to
-    outlive versions, needs a package that JAX does not depend on.
-    """
+    """Trace a step and lower it for `platform` ("cuda", "cpu"), whatever devices `spec` has; for `lower_exported`."""
     arguments = _arguments(spec, weights, layout, num_blocks, shape)
     with spec.placement.own_mesh():
-        exported = export.export(jax.jit(_step(spec, weights, layout, shape)), platforms=(platform,))(*arguments)
-    return pickle.dumps(replace(exported, _get_vjp=None))
+        return exported.to_bytes(_step(spec, weights, layout, shape), arguments, platform)
 
 
 def lower_exported(
     data: bytes, spec: RunnerSpec, weights: Weights, layout: KVLayout, num_blocks: int, shape: StepShape
 ) -> jax.stages.Lowered:
     """`lower_step` of the step that `export_step` made bytes of, under the same arguments."""
-    exported = pickle.loads(data)
+    call = exported.from_bytes(data)
 
     def step(*arguments: Any) -> Any:  # compiled programs are known by this name
-        return exported.call(*arguments)
+        return call(*arguments)
 
     with _LOWERING:
         return _lower(step, spec, weights, layout, num_blocks, shape)
