@@ -165,7 +165,10 @@ def test_logits_processors_by_name(tiny: Any) -> None:
     def broken(logits: Any, inputs: Any) -> Any:
         return jnp.where((inputs.position > 45)[:, None], jnp.nan, logits)
 
-    processors = {"seven": only_seven, "fresh": never_again, "broken": broken}
+    def sevens(logits: Any, inputs: Any) -> Any:
+        return logits.at[:, 7].set(jnp.where(inputs.position % 4 == 0, 100.0, logits[:, 7]))
+
+    processors = {"seven": only_seven, "fresh": never_again, "broken": broken, "sevens": sevens}
     llm = LLM(
         str(tiny()), logits_processors=processors, dtype="float32", max_num_seqs=4,
         max_num_batched_tokens=32, max_model_len=128, num_kvcache_blocks=16, kvcache_block_size=16, enforce_eager=True,
@@ -180,6 +183,11 @@ def test_logits_processors_by_name(tiny: Any) -> None:
     assert [output.outputs[0].token_ids for output in outputs] == [plain, plain[:6], plain]
     assert outputs[1].outputs[0].finish_reason == "error" and len(outputs[1].outputs[0].logprobs) == 6
     assert outputs[1].error is not None and "logits are not finite numbers" in outputs[1].error
+    # One that brings back what ends the request and was kept back.
+    early: dict[str, Any] = {"stop_token_ids": [7], "min_tokens": 15}
+    params = [SamplingParams(**GREEDY, logits_processors="sevens", **fields) for fields in ({}, early)]
+    want, got = (output.outputs[0].token_ids for output in llm.generate([prompt] * 2, params, use_tqdm=False))
+    assert want[::4] == [7] * 4 and len(set(want)) > 1 and got == want
     with pytest.raises(ValueError, match=r"logits_processors has 'eight'.*'seven', 'fresh', 'broken'"):
         llm.generate([prompt], SamplingParams(logits_processors="eight"), use_tqdm=False)
     for wrong, kind in (([only_seven], TypeError), ({str(i): only_seven for i in range(33)}, ValueError)):

@@ -174,8 +174,10 @@ def step_function(
             results = jax.tree.map(lambda all, new: all.at[i].set(new), results, chosen._replace(tokens=tokens))
             return kv, tokens, ended | ends, history, results
 
-        # That token can have been the request's last, which the host did not know either.
-        ended = (fields.on_device > 0) & jnp.any(first[:, None] == fields.sampling.suppressed, axis=1)
+        # That token can have been the request's last, which the host did not know either. Before min_tokens it was not,
+        # if a logits processor has made one of those possible again.
+        ends = jnp.any(first[:, None] == fields.sampling.suppressed, axis=1)
+        ended = (fields.on_device > 0) & ends & (fields.suppress == 0)
         empty = jnp.zeros((shape.iterations, shape.rows), jnp.int32)
         results = Chosen(empty, no_logprobs(shape.iterations, shape.rows) if reports else None)
         carry: Carry = (kv, first, ended, state.history, results)
