@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int, Int32
 
-from jaxllm.engine.seats import ROW_PARAMS, Seats
+from jaxllm.engine.seats import NO_TOKEN, ROW_PARAMS, Seats
 from jaxllm.engine.step import ScheduledRow, Step
 from jaxllm.sampling.inputs import SamplingInputs
 from jaxllm.sampling.sampler import SamplingMode
@@ -243,7 +243,7 @@ class PackedLayout:
             on_device[i] = len(known) < length
             if request.params.min_tokens:
                 sampled = request.num_output_tokens + request.num_pending_tokens - row.num_samples
-                suppress[i] = max(0, request.params.min_tokens - sampled)
+                suppress[i] = min(max(0, request.params.min_tokens - sampled), NO_TOKEN)  # what int32 holds
         if seats.wants_prompt_logprobs:
             for i, row in enumerate(rows):
                 behind = row.start + row.num_tokens

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -171,6 +172,14 @@ def test_packing_and_unpacking_a_step() -> None:
     assert not batch.context_lens[len(rows) :].any()
     assert (batch.cu_q_lens[len(rows) :] == token).all()
     assert (fields.seat[len(rows) :] >= 8).all()
+
+
+def test_more_min_tokens_than_int32_counts_are_packed() -> None:
+    request = Request("", [1], SamplingParams(max_tokens=2**40, min_tokens=2**33))
+    request.seat, request.block_table, request.num_pending_tokens = 0, [0], 1
+    rows, layout, seats = (ScheduledRow(request, 0, 1, 1, 0),), PackedLayout(StepShape(8, 8, True, 1)), Seats(8, 1)
+    fields = layout.unpack(jnp.asarray(layout.pack(Step(rows, 1, True), seats, seats.update(rows))))
+    assert fields.suppress[0] == 2**31 - 1
 
 
 def test_a_scheduler_told_of_more_blocks_than_there_are_is_refused(small_llm: LLM) -> None:
