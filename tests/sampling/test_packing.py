@@ -68,3 +68,7 @@ def test_too_many_or_too_long_bad_words_are_refused() -> None:
         bad_word_tokens(tokenizer, ["xyzxyz"], 10, 4)
     with pytest.raises(ValueError, match=r"bad_words must be at most 2 token sequences.*got [3-6] of 3 words"):
         bad_word_tokens(tokenizer, ["a", "b", "c"], 2, 4)
+
+
+def test_a_penalty_beyond_float32_is_finite() -> None:
+    assert penalty_row(SamplingParams(repetition_penalty=1e300))[0] == np.finfo(np.float32).max
