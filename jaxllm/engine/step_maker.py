@@ -89,12 +89,15 @@ class StepMaker:
         iterations = self._iterations(most) if most else 1
         if iterations == 1 or self._can_admit():
             return None
+        # One that follows a grammar and is not ready waits for its last token, and for the end of this step with it.
+        if any(request.matcher is not None for replica in self._replicas for request in replica.running.values()):
+            return None
         counts = []
         for replica, requests in zip(self._replicas, ready, strict=True):
             needed = 0
             for request in requests:
                 total = len(request.token_ids) + request.num_pending_tokens
-                if total - request.num_scheduled_tokens != 1 or request.matcher is not None:
+                if total - request.num_scheduled_tokens != 1:
                     return None
                 tokens = min(iterations, request.max_tokens - total)
                 if tokens < iterations and self._waiting:

@@ -337,6 +337,22 @@ def test_no_token_at_all_ends_its_request_in_an_error():
     assert scheduler.stats.free_blocks == scheduler.num_blocks
 
 
+def test_nobody_runs_a_loop_while_a_grammar_waits_for_its_token():
+    scheduler = make(iterations=lambda rows: 4)
+    one, other = request("a", 5, max_tokens=20), request("b", 5, max_tokens=3)
+    other.matcher = object()
+    scheduler.add(one)
+    scheduler.add(other)
+    step, seen = scheduler.schedule(), []
+    for _ in range(5):
+        behind = scheduler.schedule()
+        seen.append((len(step.rows), step.iterations))
+        finish(scheduler, step, *[7] * len(step.rows))
+        step = behind
+    assert seen == [(2, 1), (1, 1)] * 2 + [(2, 1)] and other.is_finished
+    assert scheduler.schedule().iterations == 4
+
+
 def test_a_step_is_completed_once_with_a_token_for_every_row():
     scheduler = make()
     one = request("a", 5)
