@@ -17,10 +17,14 @@ def bad_word_tokens(tokenizer: Any, words: Sequence[str], most: int, longest: in
         longest: tokens that each may have.
 
     Raises:
-        ValueError: if a word is no token, or there are more or longer sequences than allowed.
+        ValueError: if a word is no token or has a lone surrogate, or there are more or longer sequences than allowed.
     """
     sequences: list[list[int]] = []
     for word in words:
+        try:
+            word.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"bad_words must be texts of characters; got {word!r:.80}: {error.reason}") from error
         plain, spaced = (
             list(tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False)) for prefix in ("", " ")
         )

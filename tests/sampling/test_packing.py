@@ -68,6 +68,8 @@ def test_too_many_or_too_long_bad_words_are_refused() -> None:
         bad_word_tokens(tokenizer, ["xyzxyz"], 10, 4)
     with pytest.raises(ValueError, match=r"bad_words must be at most 2 token sequences.*got [3-6] of 3 words"):
         bad_word_tokens(tokenizer, ["a", "b", "c"], 2, 4)
+    with pytest.raises(ValueError, match=r"bad_words must be texts of characters; got .*surrogates not allowed"):
+        bad_word_tokens(tokenizer, ["a", "b\ud800"], 10, 4)
 
 
 def test_a_penalty_beyond_float32_is_finite() -> None:
