@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import jax
 
+from jaxllm.checks import integer
 from jaxllm.engine.answer import Update
 from jaxllm.engine.engine import Engine, EngineAsleep
 from jaxllm.engine.prompts import Prompt
@@ -99,12 +100,13 @@ class AsyncLLM:
         max_pending: requests that may be unfinished, waiting or running.
 
     Raises:
-        ValueError: if `max_pending` is not positive, or several processes run the engine: all of them would have to
+        TypeError: if `max_pending` is no integer.
+        ValueError: if it is not positive, or several processes run the engine: all of them would have to
             make the same calls in the same order.
     """
 
     def __init__(self, llm: LLM, *, max_pending: int = 4096):
-        if max_pending < 1:
+        if integer("max_pending", max_pending) < 1:
             raise ValueError(f"max_pending must be at least 1; got {max_pending!r}")
         if jax.process_count() > 1:
             raise ValueError(f"AsyncLLM runs in one process, not in {jax.process_count()}: use LLM, on every process")

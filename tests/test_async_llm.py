@@ -80,7 +80,7 @@ def test_what_is_refused_harms_nobody(serve: Any) -> None:
     assert output.request_id == "mine" and len(output.outputs[0].token_ids) == 12
 
 
-def test_a_full_queue_says_so(serve: Any) -> None:
+def test_a_full_queue_says_so(serve: Any, small_llm: LLM) -> None:
     async def scenario(served: AsyncLLM) -> None:
         first = [await served.add("x", LONG) for _ in range(3)]
         with pytest.raises(QueueFull, match="3 requests are unfinished, max_pending=3"):
@@ -90,6 +90,9 @@ def test_a_full_queue_says_so(serve: Any) -> None:
         await (await served.add("x", GREEDY)).output()
 
     serve(scenario, max_pending=3)
+    for wrong, kind in ((0, ValueError), ("3", TypeError), (1.5, TypeError)):
+        with pytest.raises(kind, match="max_pending must be"):
+            AsyncLLM(small_llm, max_pending=wrong)  # type: ignore[arg-type]
 
 
 def test_a_reader_that_goes_away_ends_its_request(serve: Any, small_llm: LLM) -> None:
