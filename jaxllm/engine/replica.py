@@ -48,11 +48,6 @@ class Replica:
         self._seats = list(reversed(seats))  # free ones, the lowest last
         self._prefix = PrefixCache(pool, block_size) if enable_prefix_caching else None
 
-    @property
-    def has_seat(self) -> bool:
-        """Whether one more request could run, as far as seats go."""
-        return bool(self._seats)
-
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that so many tokens fill."""
         return -(-num_tokens // self._block_size)
@@ -60,10 +55,6 @@ class Replica:
     def missing(self, request: Request, num_tokens: int) -> int:
         """Blocks that a running request lacks for its first `num_tokens` tokens, 0 or less where it has them."""
         return self.blocks_for(num_tokens) - len(request.block_table)
-
-    def could_admit(self, request: Request) -> bool:
-        """Whether there is room for a waiting request even without prefix hits."""
-        return self.has_seat and self.blocks_for(request.num_tokens) <= self.pool.num_free
 
     def find(self, request: Request) -> Place | None:
         """Where a waiting request can begin; None if its known tokens have no room here.

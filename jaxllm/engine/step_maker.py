@@ -155,11 +155,11 @@ class StepMaker:
         return tuple(rows) if len(self._replicas) > 1 else ()
 
     def _can_admit(self) -> bool:
-        """Whether the front of the queue could be admitted even without prefix hits."""
+        """Whether a replica has room for the front of the queue."""
         if not self._waiting:
             return False
         request = next(iter(self._waiting.values()))
-        return any(replica.could_admit(request) for replica in self._replicas)
+        return any(replica.find(request) is not None for replica in self._replicas)
 
     def _extend(self, replica: Replica, request: Request, num_tokens: int) -> bool:
         """Gives a running request the blocks for its first `num_tokens` tokens, preempting the latest ones for it.

@@ -353,6 +353,18 @@ def test_nobody_runs_a_loop_while_a_grammar_waits_for_its_token():
     assert scheduler.schedule().iterations == 4
 
 
+def test_nobody_runs_a_loop_while_the_front_of_the_queue_has_room_thanks_to_its_prefix():
+    scheduler = make(num_blocks=12, iterations=lambda rows: 4, max_num_seqs=2)
+    scheduler.add(request("a", 24, max_tokens=30))  # 6 blocks, then 5 are free
+    finish(scheduler, scheduler.schedule(), 7)
+    assert peek(scheduler).iterations == 4
+    scheduler.add(request("b", 25, max_tokens=30))  # 7 blocks, 6 of which are there
+    step = scheduler.schedule()
+    assert rows(step) == [("a", 24, 1, True), ("b", 24, 1, True)] and step.iterations == 1
+    finish(scheduler, step, 7, 7)
+    assert scheduler.schedule().iterations == 4
+
+
 def test_a_step_is_completed_once_with_a_token_for_every_row():
     scheduler = make()
     one = request("a", 5)
