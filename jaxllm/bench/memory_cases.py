@@ -24,7 +24,7 @@ _FULL: dict[str, Any] = {"requests": 550, "prompts": (2600, 3900), "outputs": (8
 _LONG: dict[str, Any] = {"requests": 70, "prompts": (18500, 20400), "outputs": (8, 48), "seconds": 45}
 """Loads that need more blocks than there are."""
 _SOAK: dict[str, Any] = {"max_num_seqs": 1024, "kvcache_block_size": 256, "gpu_memory_utilization": 0.95}
-_SOAKED: dict[str, Any] = {"requests": 1000, "prompts": (1000, 3800), "outputs": (16, 200)}
+_SOAKED: dict[str, Any] = {"requests": 1000, "prompts": (1000, 3800), "outputs": (150, 450)}
 _BESIDE: dict[str, Any] = {"shape": SHAPE, "enforce_eager": True, "burst": False}
 """A life of which only the number of blocks counts."""
 NEIGHBOUR, CROWD = 8 * GIB, 40 * GIB

@@ -245,7 +245,7 @@ def _part(note: Callable[[str], None], name: str, measure: Callable[[], Result])
     except Exception as error:
         logger.exception("%s", name)
         result = {"failed": f"{type(error).__name__}: {error}"[:1500]}
-    note(f"{name}: {result.get('failed', 'done')}")
+    note(f"{name}: {result.get('failed') or json.dumps(result)}")
     return result
 
 

@@ -23,7 +23,7 @@ def test_every_part_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["mesh", "--model", "tiny", *small, *options, "--json"]) == 0
     output = capsys.readouterr()
     result = json.loads(output.out)
-    assert "steps of 1 rows: done" in output.err and "load: done" in output.err  # progress
+    assert "steps of 1 rows: {" in output.err and "load: {" in output.err  # progress, with the figures
     assert (
         list(result["startup"]) == list(result["steps"][0]["engines"]) == ["mesh=None", "caller's mesh", "from_params"]
     )
