@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 
 from jaxllm.checks import integer, real
 from jaxllm.models.config import ModelConfig
+from jaxllm.models.rope import longest_context
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +24,8 @@ class EngineConfig:
         max_num_batched_tokens: most tokens of one step on a replica, over all its requests; also the largest chunk of a
             prompt.
         max_num_seqs: most requests of a replica in one step. More than `max_num_batched_tokens` are never used.
-        max_model_len: most tokens of a request, prompt and output together. None means 4,096. Capped by the model.
+        max_model_len: most tokens of a request, prompt and output together. None means 4,096. Capped by the model:
+            its positions, or what linear or YaRN scaling of the rotary embedding stretches them to.
         gpu_memory_utilization: share of the device's memory that weights, activations and KV cache may take. On a CPU
             the KV cache gets a fixed share of the free host memory instead (`jaxllm.memory`).
         tensor_parallel_size: devices that the model is split over.
@@ -104,7 +106,7 @@ class EngineConfig:
 
     def model_len(self, model: ModelConfig) -> int:
         """`max_model_len` as it holds for `model`."""
-        limit = model.max_position_embeddings
+        limit = longest_context(model)
         if self.max_model_len is not None and self.max_model_len > limit:
             logger.warning(
                 "max_model_len=%d is more than the model's %d positions; using %d", self.max_model_len, limit, limit

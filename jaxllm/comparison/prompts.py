@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxllm.checkpoint.checkpoint import Checkpoint, CheckpointError
 from jaxllm.models.config import ModelConfig
+from jaxllm.models.rope import longest_context
 from jaxllm.text.prompt import encode_prompt
 
 logger = logging.getLogger(__name__)
@@ -66,10 +67,11 @@ def tokenize(
 def _check(index: int, prompt: Sequence[int], model: ModelConfig, new_tokens: int) -> None:
     if not prompt:
         raise ValueError(f"prompt {index} has no tokens; at least one is needed")
-    if len(prompt) + new_tokens > model.max_position_embeddings:
+    longest = longest_context(model)
+    if len(prompt) + new_tokens > longest:
         raise ValueError(
             f"prompt {index} has {len(prompt)} tokens and --tokens is {new_tokens}: together more than the model's "
-            f"{model.max_position_embeddings} positions; shorten either"
+            f"{longest} positions; shorten either"
         )
     outside = [token for token in prompt if not 0 <= token < model.vocab_size]
     if outside:

@@ -9,7 +9,7 @@ import math
 import numpy as np
 from jaxtyping import Float32
 
-from jaxllm.models.config import SUPPORTED_ROPE_TYPES, RopeConfig
+from jaxllm.models.config import SUPPORTED_ROPE_TYPES, ModelConfig, RopeConfig
 
 Frequencies = Float32[np.ndarray, " half_head_dim"]
 
@@ -35,6 +35,17 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Frequencies, floa
         case "yarn":
             return _yarn(rope, wavelengths, head_dim), yarn_attention_factor(rope)
     raise ValueError(f"rope type {rope.type!r} is not supported; supported: {', '.join(SUPPORTED_ROPE_TYPES)}")
+
+
+def longest_context(model: ModelConfig) -> int:
+    """Most positions that a text can have: the model's own, or as many as its rotary embedding is scaled to.
+
+    "yarn" stretches the original context and "linear" the model's own; configs are found with max_position_embeddings
+    from before and from after that, and the longer counts. With "llama3" it is the stretched length already.
+    """
+    rope, own = model.rope, model.max_position_embeddings
+    stretched = {"yarn": rope.original_max_position_embeddings, "linear": own}.get(rope.type)
+    return own if stretched is None else max(own, min(int(stretched * rope.factor), int(np.iinfo(np.int32).max)))
 
 
 def yarn_attention_factor(rope: RopeConfig) -> float:

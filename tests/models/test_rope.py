@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from jaxllm import EngineConfig
 from jaxllm.models.config import ModelConfig, RopeConfig
 from jaxllm.models.rope import rope_frequencies
 
@@ -72,6 +73,29 @@ def test_yarn_is_not_the_default() -> None:
     scaled, factor = rope_frequencies(RopeConfig("yarn", factor=4.0, original_max_position_embeddings=32768), 128)
     np.testing.assert_allclose(scaled[-1], plain[-1] / 4, rtol=1e-6)
     assert scaled[0] == plain[0] and factor == pytest.approx(0.1 * np.log(4) + 1)
+
+
+@pytest.mark.parametrize(
+    ("own", "parameters", "longest"),
+    [
+        (40960, {}, 40960),
+        (40960, YARN, 131072),
+        (131072, {**YARN, "factor": 2.0}, 131072),
+        (32768, {"rope_type": "yarn", "factor": 4.0}, 131072),
+        (32768, {**YARN, "factor": 1e18}, 2**31 - 1),
+        (4096, {"rope_type": "linear", "factor": 4.0}, 16384),
+        (131072, {**YARN, "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1, "high_freq_factor": 4}, 131072),
+    ],
+)
+def test_texts_as_long_as_the_scaling_allows(
+    own: int, parameters: dict, longest: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Many configs keep max_position_embeddings where YaRN or linear scaling is added to them."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 8, "num_hidden_layers": 1}
+    raw = {**sizes, "model_type": "qwen3", "vocab_size": 8, "max_position_embeddings": own, "rope_scaling": parameters}
+    model = ModelConfig.from_hf(raw)
+    assert EngineConfig(max_model_len=longest).model_len(model) == longest and not caplog.records
+    assert EngineConfig(max_model_len=2**40).model_len(model) == longest and caplog.records
 
 
 @pytest.mark.parametrize("head_dim", [0, 7])
