@@ -125,14 +125,17 @@ class DeviceBudget:
         )
 
     @classmethod
-    def measured(cls, view: DeviceView, *, utilization: float, activations: int, block_bytes: int) -> "DeviceBudget":
+    def measured(
+        cls, view: DeviceView, *, utilization: float, activations: int, block_bytes: int, weights: int | None = None
+    ) -> "DeviceBudget":
         """The budget of a device from its view after loading, and the measured reserve.
 
-        The cache and the largest temporary buffer each need one region; both come out of the largest one.
+        The cache and the largest temporary buffer each need one region; both come out of the largest one. Before
+        loading, `weights` says what will be live then.
         """
-        caps = []
+        caps, weights = [], view.weights if weights is None else weights
         if view.pool_limit is not None:
-            caps.append(Cap("memory pool", view.pool_limit - view.weights - activations))
+            caps.append(Cap("memory pool", view.pool_limit - weights - activations))
         if view.contiguous is not None:
             caps.append(Cap("largest contiguous region", view.contiguous - activations))
         return cls.of(
@@ -140,7 +143,7 @@ class DeviceBudget:
             total=view.driver.total,
             utilization=utilization,
             non_framework=view.non_framework,
-            weights=view.weights,
+            weights=weights,
             activations=activations,
             block_bytes=block_bytes,
             caps=caps,

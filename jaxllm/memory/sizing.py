@@ -66,6 +66,11 @@ class CacheDemand:
     kernels: bool = False
 
     @property
+    def told(self) -> bool:
+        """Whether the user set the cache's size: it is held against the devices, not `gpu_memory_utilization`."""
+        return self.config.num_kvcache_blocks != -1 or self.config.kv_cache_memory_bytes is not None
+
+    @property
     def useful_blocks(self) -> int:
         """Blocks that all requests of a replica together can ever use."""
         return self.config.max_rows * -(-self.max_model_len // self.config.kvcache_block_size)
@@ -95,7 +100,7 @@ class CacheDemand:
 
 
 def check_weights(devices: Sequence[jax.Device], demand: CacheDemand) -> None:
-    """Refuse, before anything is loaded, a budget that the weights alone break.
+    """Refuse, before anything is loaded, a budget that the weights alone break, or a pool that they do not fit into.
 
     Raises:
         BudgetError: with the whole budget, activations predicted.
@@ -105,7 +110,8 @@ def check_weights(devices: Sequence[jax.Device], demand: CacheDemand) -> None:
             continue
         weights = view.weights + demand.predicted_weights + demand.predicted_state
         budget = _budget(view, demand, demand.predicted_activations, weights=weights)
-        if budget.headroom + budget.activations < budget.block_bytes:
+        limit = budget.physical if demand.told else budget.binding
+        if limit.bytes + budget.activations < budget.block_bytes:
             size_cache([budget])
 
 
@@ -148,10 +154,11 @@ def fitting_blocks(views: Sequence[DeviceView], demand: CacheDemand, programs: S
     As when the engine is made, a size that the user set is held against what a device can give, and not against
     `gpu_memory_utilization`.
     """
-    told = demand.config.num_kvcache_blocks != -1 or demand.config.kv_cache_memory_bytes is not None
     reserve = reserve_bytes(demand, programs)
     budgets = [_budget(view, demand, reserve) for view in views]
-    return min(max(0, (budget.physical if told else budget.binding).bytes // budget.block_bytes) for budget in budgets)
+    return min(
+        max(0, (budget.physical if demand.told else budget.binding).bytes // budget.block_bytes) for budget in budgets
+    )
 
 
 def report_of(
@@ -181,8 +188,7 @@ def report_of(
         _host_budget(view, demand, len(views)) if view.allocator is None else _budget(view, demand, reserve)
         for view in views
     )
-    told = config.num_kvcache_blocks != -1 or config.kv_cache_memory_bytes is not None
-    if not told:
+    if not demand.told:
         for budget in budgets:
             check_neighbours(budget, tolerance=outside_margin(budget.total))
     size = size_cache(
@@ -191,7 +197,7 @@ def report_of(
         num_kvcache_blocks=config.num_kvcache_blocks,
         kv_cache_memory_bytes=config.kv_cache_memory_bytes,
     )
-    notes = notes_on(budgets, views, programs, told)
+    notes = notes_on(budgets, views, programs, demand.told)
     if config.num_kvcache_blocks == -1:
         check_model_len(
             size.num_blocks,
@@ -245,15 +251,11 @@ def _budget(view: DeviceView, demand: CacheDemand, reserve: int, weights: int | 
         utilization=demand.config.gpu_memory_utilization,
         activations=reserve,
         block_bytes=demand.block_bytes,
+        weights=weights,
     )
     other = max(budget.non_framework, outside_margin(budget.total))
-    weights = budget.weights if weights is None else weights
-    return replace(
-        budget,
-        non_framework=other,
-        weights=weights,
-        headroom=budget.limit - other - weights - budget.activations,
-    )
+    headroom = budget.limit - other - budget.weights - budget.activations
+    return replace(budget, non_framework=other, headroom=headroom)
 
 
 def _host_budget(view: DeviceView, demand: CacheDemand, num_devices: int) -> DeviceBudget:

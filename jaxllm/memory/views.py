@@ -102,26 +102,27 @@ class DeviceView:
         """
         if self.allocator is None:
             return 0
-        held = self.allocator.pool or self.allocator.in_use
-        return max(0, self.driver.used - self.driver.foreign - held)
+        return max(0, self.driver.used - self.driver.foreign - self._held)
 
     @property
     def pool_limit(self) -> int | None:
         """The most bytes that the pool can come to hold now, or None without an allocator."""
-        if self.allocator is None:
-            return None
-        if not self.allocator.pool:  # no pool, as with XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async: the card is the limit
-            return self.allocator.in_use + self.driver.free
-        return self.allocator.pool + self._growth
+        return None if self.allocator is None else self._held + self._growth
 
     @property
     def contiguous(self) -> int | None:
         """The largest region that one array can get now, or None without an allocator."""
-        if self.allocator is None:
-            return None
-        return max(self.allocator.largest_free, self._growth) if self.allocator.pool else self.driver.free
+        return None if self.allocator is None else max(self.allocator.largest_free, self._growth)
+
+    @property
+    def _held(self) -> int:
+        """What the pool holds; it is empty until the first array, and some allocators have none."""
+        assert self.allocator is not None
+        return self.allocator.pool or self.allocator.in_use
 
     @property
     def _growth(self) -> int:
         assert self.allocator is not None
-        return max(0, min(self.allocator.limit - self.allocator.pool, self.driver.free))
+        if not self.allocator.limit:  # as with XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async: the card is the limit
+            return self.driver.free
+        return max(0, min(self.allocator.limit - self._held, self.driver.free))

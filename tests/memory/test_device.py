@@ -191,6 +191,14 @@ def test_a_pool_that_can_still_grow() -> None:
     assert growing.contiguous == 20 * GIB
 
 
+def test_a_pool_is_taken_with_the_first_array() -> None:
+    """Until then it is empty, and its limit is what it will have, or what the others leave."""
+    nothing = {"in_use": 0, "peak": 0}
+    assert view({"own": GIB}, nothing | {"limit": 10 * GIB}).pool_limit == 10 * GIB
+    assert view({"own": GIB}, nothing | {"limit": 10 * GIB}).contiguous == 10 * GIB
+    assert view({"own": GIB}, nothing | {"limit": 75 * GIB}).pool_limit == 20 * GIB
+
+
 def test_no_pool() -> None:
     """XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async reports zeros."""
     bare = view({"own": 11 * GIB, "free": 89 * GIB}, {})

@@ -269,6 +269,18 @@ def test_weights_that_cannot_fit_are_refused_before_they_are_loaded(monkeypatch:
         sizing.check_weights([None], wanted)
     assert "The card is too small" in str(caught.value)
     sizing.check_weights([None], demand())
+    # Ten GiB of a large card: JAX's pool was there first, or other processes left no more.
+    neighbour = ProcessMemory(4711, "python", 120 * GIB)
+    for neighbours, remedy in (((), "XLA_CLIENT_MEM_FRACTION"), ((neighbour,), r"process 4711 \(python\) holds 120")):
+        view = gpu(weights=0, pool=10 * GIB, neighbours=neighbours)
+        untouched = dataclasses.replace(view.allocator, pool=0, largest_free=0)  # as it is before the first array
+        view = dataclasses.replace(view, allocator=untouched)
+        monkeypatch.setattr(sizing, "read_settled", lambda device, view=view: view)
+        with pytest.raises(BudgetError, match=rf"(?s)memory pool leaves -.*{remedy}"):
+            sizing.check_weights([None], wanted)
+    monkeypatch.setattr(sizing, "read_settled", lambda device: gpu(weights=0))
+    told = demand(gpu_memory_utilization=0.1, num_kvcache_blocks=9)  # but the pool has room for both
+    sizing.check_weights([None], dataclasses.replace(told, model=large))
 
 
 def test_processes_agree_on_the_smallest_cache(
