@@ -252,13 +252,19 @@ def _head_dim(config: Mapping[str, Any], family: Family, hidden: int, heads: int
 
 
 def _rope(config: Mapping[str, Any], max_positions: int) -> RopeConfig:
-    """Rope parameters: transformers 4 has rope_theta and rope_scaling, transformers 5 one dict rope_parameters."""
-    source = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    parameters: Mapping[str, Any] = config.get(source) or {}
-    prefix = f"{source}."
-    if not isinstance(parameters, Mapping) or any(isinstance(value, Mapping) for value in parameters.values()):
-        raise ValueError(f"{source}={parameters!r} in config.json: one dict for all layers is supported")
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    """Rope parameters: transformers 4 has rope_theta and rope_scaling, transformers 5 one dict rope_parameters.
+
+    Where rope_scaling stands beside rope_parameters, as somebody has added it, it wins; what it does not name holds on.
+    """
+    parameters: dict[str, Any] = {}
+    kind, prefix = "default", "rope_parameters."
+    for source in ("rope_parameters", "rope_scaling"):
+        given = config.get(source) or {}
+        if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):
+            raise ValueError(f"{source}={given!r} in config.json: one dict for all layers is supported")
+        if given:
+            kind, prefix = given.get("rope_type", given.get("type", "default")), f"{source}."
+            parameters.update(given)
     if kind not in SUPPORTED_ROPE_TYPES:
         raise ValueError(
             f"{prefix}rope_type={kind!r} in config.json is not supported; supported: {', '.join(SUPPORTED_ROPE_TYPES)}"

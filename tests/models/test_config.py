@@ -61,6 +61,14 @@ def test_theta_is_read_from_the_dict_and_not_defaulted() -> None:
     assert ModelConfig.from_hf(config).rope.theta == 5e5
 
 
+def test_scaling_that_was_added_to_a_config_of_transformers_5() -> None:
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    assert ModelConfig.from_hf({**QWEN3_8B_V5, "rope_scaling": yarn}).rope == RopeConfig("yarn", 1e6, 4.0, 32768)
+    partial = QWEN3_8B_V5["rope_parameters"] | {"partial_rotary_factor": 0.5}
+    with pytest.raises(ValueError, match=r"partial_rotary_factor=0\.5"):
+        ModelConfig.from_hf({**QWEN3_8B_V5, "rope_parameters": partial, "rope_scaling": yarn})
+
+
 def test_head_dim_differs_from_hidden_over_heads() -> None:
     small = {**QWEN3_8B, "hidden_size": 1024, "num_attention_heads": 16}
     assert ModelConfig.from_hf(small).head_dim == 128
