@@ -108,8 +108,8 @@ class Scheduler:
             cache = "the whole cache" if len(self._replicas) == 1 else "the whole cache of a replica"
             raise ValueError(
                 f"{name}: the prompt of {length} tokens needs {needed} KV-cache blocks of {self.block_size} tokens, "
-                f"{cache} has {available} ({available * self.block_size} tokens); shorten the prompt, or raise "
-                "gpu_memory_utilization or num_kvcache_blocks"
+                f"{cache} has {available} ({available * self.block_size} tokens); shorten the prompt or raise "
+                "num_kvcache_blocks"
             )
 
     def add(self, request: Request) -> None:

@@ -13,6 +13,19 @@ from fractions import Fraction
 from jaxllm.memory.units import MIB, format_bytes
 from jaxllm.memory.views import DeviceView, ProcessMemory
 
+UTILIZATION = "gpu_memory_utilization"
+HOST_MEMORY = "the share of the free host memory"
+"""What can limit the cache on a card, and on a CPU; and what gives it more, by what limits it."""
+# The engine sizes the pool by its option only where it is the first to use JAX.
+_POOL = "raise gpu_memory_utilization (or XLA_CLIENT_MEM_FRACTION where JAX starts before the engine)"
+_MORE = {
+    UTILIZATION: "raise gpu_memory_utilization or tensor_parallel_size",
+    HOST_MEMORY: "set kv_cache_memory_bytes, which may take all of the free host memory",
+    "kv_cache_memory_bytes": "raise kv_cache_memory_bytes or tensor_parallel_size",
+    "memory pool": _POOL,
+    "largest contiguous region": _POOL,
+}
+
 
 class BudgetError(ValueError):
     """The KV cache does not fit; the message shows the whole budget and what to change."""
@@ -72,6 +85,7 @@ class DeviceBudget:
         headroom: what is left for the cache; negative where the rest alone is too much.
         block_bytes: of one KV block on this device.
         caps: further limits.
+        setting: what sets `utilization`.
         neighbours: other processes on the card; not part of the budget, named in errors.
     """
 
@@ -86,6 +100,7 @@ class DeviceBudget:
     block_bytes: int
     caps: tuple[Cap, ...] = ()
     neighbours: tuple[ProcessMemory, ...] = ()
+    setting: str = UTILIZATION
 
     def __post_init__(self) -> None:
         parts = self.non_framework + self.weights + self.activations + self.headroom
@@ -107,6 +122,7 @@ class DeviceBudget:
         block_bytes: int,
         caps: Sequence[Cap] = (),
         neighbours: tuple[ProcessMemory, ...] = (),
+        setting: str = UTILIZATION,
     ) -> "DeviceBudget":
         """The budget that follows from the measured parts."""
         limit = share(total, utilization)
@@ -122,6 +138,7 @@ class DeviceBudget:
             block_bytes=block_bytes,
             caps=tuple(caps),
             neighbours=neighbours,
+            setting=setting,
         )
 
     @classmethod
@@ -153,7 +170,7 @@ class DeviceBudget:
     @property
     def binding(self) -> Cap:
         """The smallest limit on the cache."""
-        return min((Cap("gpu_memory_utilization", self.headroom), *self.caps), key=lambda cap: cap.bytes)
+        return min((Cap(self.setting, self.headroom), *self.caps), key=lambda cap: cap.bytes)
 
     @property
     def physical(self) -> Cap:
@@ -170,7 +187,7 @@ class DeviceBudget:
         """The whole budget in lines, for errors and for people."""
         rows = [
             ("total", self.total, ""),
-            ("limit", self.limit, f"total * gpu_memory_utilization {self.utilization}"),
+            ("limit", self.limit, f"total * {self.setting} {self.utilization}"),
             ("other", self.non_framework, "CUDA context, programs, workspaces"),
             ("weights", self.weights, "arrays that are live before the cache"),
             ("activations", self.activations, "reserve for running programs"),
@@ -255,6 +272,8 @@ def _told(budgets: Sequence[DeviceBudget], blocks: int, memory: int | None) -> C
 
 
 def _remedy(budget: DeviceBudget) -> str:
+    if budget.setting == HOST_MEMORY:
+        return "Free some of the host's memory, or " + _MORE[HOST_MEMORY] + "."
     needed = budget.non_framework + budget.weights + budget.activations + budget.block_bytes
     if needed > budget.total:
         return "The card is too small: use more devices (tensor_parallel_size), a smaller dtype or a smaller model."
@@ -294,8 +313,8 @@ def check_neighbours(budget: DeviceBudget, tolerance: int) -> None:
         )
 
 
-def check_model_len(num_blocks: int, *, block_size: int, block_bytes: int, max_model_len: int) -> None:
-    """Refuse a cache that cannot hold one request of `max_model_len` tokens.
+def check_model_len(num_blocks: int, *, block_size: int, block_bytes: int, max_model_len: int, bound_by: str) -> None:
+    """Refuse a cache that cannot hold one request of `max_model_len` tokens; `bound_by` is what limits it.
 
     Raises:
         BudgetError: names bytes needed and available, and the largest `max_model_len` that fits.
@@ -305,6 +324,5 @@ def check_model_len(num_blocks: int, *, block_size: int, block_bytes: int, max_m
         raise BudgetError(
             f"max_model_len={max_model_len} needs {needed} blocks ({format_bytes(needed * block_bytes)} per device); "
             f"{num_blocks} are available ({format_bytes(num_blocks * block_bytes)}). The largest max_model_len that "
-            f"fits is {num_blocks * block_size}; or raise kv_cache_memory_bytes where it is given, else "
-            f"gpu_memory_utilization or tensor_parallel_size"
+            f"fits is {num_blocks * block_size}; or {_MORE[bound_by]}"
         )

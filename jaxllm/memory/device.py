@@ -92,7 +92,7 @@ def gpu_view(ordinal: int) -> DriverView:
             reasons.append(f"{reader.__name__.strip('_')}: {error}")
     raise RuntimeError(
         f"neither NVML nor the CUDA runtime tells the memory of GPU {ordinal} ({'; '.join(reasons)}). "
-        f"Install one: {INSTALL}; or set num_kvcache_blocks"
+        f"Install one: {INSTALL}"
     )
 
 

@@ -9,6 +9,8 @@ import jax
 
 from jaxllm.config import EngineConfig
 from jaxllm.memory.budget import (
+    HOST_MEMORY,
+    UTILIZATION,
     Cap,
     DeviceBudget,
     check_model_len,
@@ -68,7 +70,14 @@ class CacheDemand:
     @property
     def told(self) -> bool:
         """Whether the user set the cache's size: it is held against the devices, not `gpu_memory_utilization`."""
-        return self.config.num_kvcache_blocks != -1 or self.config.kv_cache_memory_bytes is not None
+        return self.sizing_option != UTILIZATION
+
+    @property
+    def sizing_option(self) -> str:
+        """The option that decides on the cache's size on a card."""
+        if self.config.num_kvcache_blocks != -1:
+            return "num_kvcache_blocks"
+        return UTILIZATION if self.config.kv_cache_memory_bytes is None else "kv_cache_memory_bytes"
 
     @property
     def useful_blocks(self) -> int:
@@ -204,6 +213,7 @@ def report_of(
             block_size=config.kvcache_block_size,
             block_bytes=demand.block_bytes,
             max_model_len=demand.max_model_len,
+            bound_by=size.bound_by,
         )
     elif size.num_blocks * config.kvcache_block_size < demand.max_model_len:
         notes.append(
@@ -270,4 +280,5 @@ def _host_budget(view: DeviceView, demand: CacheDemand, num_devices: int) -> Dev
         activations=0,
         block_bytes=demand.block_bytes,
         caps=(Cap("free host memory", free),),
+        setting=HOST_MEMORY,
     )

@@ -60,12 +60,16 @@ def check_late(report: MemoryReport, demand: CacheDemand, name: str, compiled: j
     """
     needed = reserve_bytes(demand, [ProgramReport(name=name, static=static_transient(compiled))])
     if report.platform != "cpu" and needed > report.budget.activations:
+        shrinks = (
+            "" if demand.told else ", or leave enforce_eager out, and the cache is made smaller where that is needed"
+        )
         logger.warning(
-            "%s needs %s while it runs, %s more than was reserved: it can run out of memory. Lower "
-            "gpu_memory_utilization, or leave enforce_eager out, and the cache is made smaller where that is needed",
+            "%s needs %s while it runs, %s more than was reserved: it can run out of memory. Lower %s%s",
             name,
             format_bytes(needed),
             format_bytes(needed - report.budget.activations),
+            demand.sizing_option,
+            shrinks,
         )
 
 
@@ -97,7 +101,7 @@ def _shrunk(report: MemoryReport, demand: CacheDemand, needed: int) -> MemoryRep
         for budget in report.budgets
     )
     config = demand.config
-    if config.num_kvcache_blocks != -1 or config.kv_cache_memory_bytes is not None:
+    if demand.told:
         # A size that the user set is kept or refused, never changed.
         size_cache(
             budgets,
@@ -114,6 +118,7 @@ def _shrunk(report: MemoryReport, demand: CacheDemand, needed: int) -> MemoryRep
         block_size=report.block_size,
         block_bytes=report.block_bytes,
         max_model_len=report.max_model_len,
+        bound_by=size.bound_by,
     )
     logger.warning("%s: %d blocks instead of %d", note, size.num_blocks, report.num_kvcache_blocks)
     return replace(

@@ -180,14 +180,14 @@ def test_nothing_fits_shows_the_whole_budget() -> None:
 
 @given(blocks=st.integers(1, 50), block_size=st.sampled_from([16, 64, 256]), length=st.integers(2, 20_000))
 def test_model_len_advice_works(blocks: int, block_size: int, length: int) -> None:
-    check = {"block_size": block_size, "block_bytes": 1 << 20}
+    check = {"block_size": block_size, "block_bytes": 1 << 20, "bound_by": "gpu_memory_utilization"}
     if length <= blocks * block_size:
         check_model_len(blocks, max_model_len=length, **check)
         return
     with pytest.raises(BudgetError, match=r"available") as caught:
         check_model_len(blocks, max_model_len=length, **check)
     message = str(caught.value)
-    assert "raise kv_cache_memory_bytes where it is given, else gpu_memory_utilization" in message
+    assert message.endswith("; or raise gpu_memory_utilization or tensor_parallel_size")
     advised = int(message.split("that fits is ")[1].split(";")[0])
     check_model_len(blocks, max_model_len=advised, **check)
     with pytest.raises(BudgetError):

@@ -128,6 +128,22 @@ def test_ten_blocks_and_a_long_model_len() -> None:
     assert report.num_kvcache_blocks == 10
 
 
+def test_what_to_change_for_longer_texts_is_what_limits_them() -> None:
+    """And nothing that would change nothing: each remedy works."""
+    wanted = demand(max_model_len=1 << 20)  # 128 GiB
+    for view, remedy in ((gpu(), "raise gpu_memory_utilization or"), (gpu(pool=105 * GIB), "XLA_CLIENT_MEM_FRACTION")):
+        with pytest.raises(BudgetError, match=f"that fits is .*; or .*{remedy}"):
+            sized(view, wanted)
+    host = DeviceView(name="cpu", driver=DriverView(source="host", total=99 * GIB, free=20 * GIB), allocator=None)
+    for free, size, reason in ((20 * GIB, 16 * GIB, "that fits is 16384; or"), (64 * MIB, 8 * MIB, "memory leaves")):
+        view = dataclasses.replace(host, driver=dataclasses.replace(host.driver, free=free))
+        with pytest.raises(BudgetError, match=f"{reason}.*(?s:.)*set kv_cache_memory_bytes") as caught:
+            report_of("cpu", [view], demand(max_model_len=size // MIB * 8), ())
+        assert "gpu_memory_utilization" not in str(caught.value)
+        told = demand(max_model_len=size // MIB * 8, kv_cache_memory_bytes=size)
+        assert report_of("cpu", [view], told, ()).num_kvcache_blocks == size // (8 * MIB)
+
+
 def test_explicit_blocks_may_hold_less_than_one_request() -> None:
     report = sized(gpu(), demand(num_kvcache_blocks=2))
     assert report.num_kvcache_blocks == 2
@@ -259,6 +275,9 @@ def test_late_program_that_needs_more_is_named(caplog: pytest.LogCaptureFixture)
     assert not caplog.text
     verify.check_late(report, demand(), "decode[8]", compiled(2 * GIB))
     assert "decode[8] needs 2.14 GiB while it runs, 1.00 GiB more than was reserved" in caplog.text
+    assert "Lower gpu_memory_utilization, or leave enforce_eager out" in caplog.text
+    verify.check_late(report, demand(num_kvcache_blocks=9), "decode[8]", compiled(2 * GIB))
+    assert caplog.text.rstrip().endswith("Lower num_kvcache_blocks")
 
 
 def test_weights_that_cannot_fit_are_refused_before_they_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
