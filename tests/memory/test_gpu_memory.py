@@ -68,6 +68,12 @@ def test_neighbour_that_leaves_too_little_is_named() -> None:
     judged("a neighbour that leaves too little", crowded=memory_cases.crowded(200))
 
 
+def test_neighbour_that_leaves_or_comes_while_it_is_measured() -> None:
+    alone = done("alone")
+    for change in ("leaves", "comes"):
+        judged(f"a neighbour that {change} during", alone=alone, **{change: done(change)})
+
+
 def test_one_file_and_shards() -> None:
     judged("one safetensors file", files=done("files"))
 
