@@ -43,7 +43,8 @@ class EngineConfig:
             kernels where they run.
         enforce_eager: compile each program when it is first needed instead of before the engine is ready: starts
             faster, and pauses later.
-        skip_tokenizer_init: take and give token ids only.
+        skip_tokenizer_init: take and give token ids only. Ids with which a checkpoint only pads its vocabulary are not
+            known then, and can be generated.
         seed: of the draws of requests that bring none.
 
     Raises:

@@ -96,7 +96,8 @@ class LLM:
             config: the model's shapes (`ModelConfig.from_hf` reads a config.json).
             params: an `nnx.Module` such as `Decoder`, an `nnx.State`, or a dict of arrays, nested or flat, by module
                 path or Hugging Face name.
-            tokenizer: a transformers tokenizer; None to work on token ids alone.
+            tokenizer: a transformers tokenizer; None to work on token ids alone, those that only pad the vocabulary
+                included.
             mesh: as `LLM`.
             tensor_axis: as `LLM`.
             data_axis: as `LLM`.
