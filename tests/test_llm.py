@@ -228,19 +228,22 @@ def test_padding_rows_leave_a_full_pool_alone(tiny: Callable[..., Path]) -> None
 
 
 def test_eos_and_stop_ids(tiny: Callable[..., Path]) -> None:
-    """Whatever greedy decoding says third is declared to be an end."""
+    """Whatever greedy decoding says third is declared to be an end, behind each of two prompts."""
     path = tiny()
-    options = {"dtype": "float32", "max_model_len": 128, "num_kvcache_blocks": 16, "enforce_eager": True}
+    options = {
+        "dtype": "float32", "max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 128,
+        "num_kvcache_blocks": 16, "enforce_eager": True,
+    }  # fmt: skip
     llm = LLM(str(path), **options)
-    prompt = [3, 1, 4, 1, 5]
-    plain = llm.generate([prompt], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
-    ends = [plain[2], 389]
+    prompts = [[3, 1, 4, 1, 5], [1, 6, 1, 8]]
+    plain, other = (output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY, use_tqdm=False))
+    ends = [plain[2], other[2]]
     first = plain.index(ends[0])
+    assert not set(ends[1:]) & set(plain) and ends[0] not in other
 
-    def run(llm: LLM, **fields: Any) -> Any:
-        return llm.generate([prompt], SamplingParams(temperature=0, max_tokens=12, **fields), use_tqdm=False)[
-            0
-        ].outputs[0]
+    def run(llm: LLM, prompt: list[int] = prompts[0], **fields: Any) -> Any:
+        params = SamplingParams(temperature=0, max_tokens=12, **fields)
+        return llm.generate([prompt], params, use_tqdm=False)[0].outputs[0]
 
     stopped = run(llm, stop_token_ids=ends, ignore_eos=True)
     assert (stopped.token_ids, stopped.finish_reason, stopped.stop_reason) == (plain[: first + 1], "stop", ends[0])
@@ -255,7 +258,10 @@ def test_eos_and_stop_ids(tiny: Callable[..., Path]) -> None:
     assert set(ends) <= set(two_ends.model_config.eos_token_ids)
     by_eos = run(two_ends)
     assert (by_eos.token_ids, by_eos.finish_reason, by_eos.stop_reason) == (plain[: first + 1], "stop", None)
+    by_the_other = run(two_ends, prompts[1])
+    assert (by_the_other.token_ids, by_the_other.finish_reason) == (other[: other.index(ends[1]) + 1], "stop")
     assert run(two_ends, ignore_eos=True).token_ids == plain
+    assert run(two_ends, prompts[1], ignore_eos=True).token_ids == other
 
 
 def test_stop_strings_across_token_borders(small_llm: LLM) -> None:
