@@ -1,5 +1,6 @@
 """The benchmark of decode steps."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -10,18 +11,24 @@ from jaxllm.engine.step import Step
 
 
 def test_only_steps_of_all_requests_count(small_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three prompts of 40 tokens in steps of 64: the first request is decoded before the last begins."""
-    now = iter(range(1000))
-    steps: list[Step] = []
+    """Eight prompts of 15 tokens in steps of 64, too short to be cached: four requests begin and end before others."""
+    now, rows = 0.0, set()
     follow = small_llm.engine.follow_steps
 
-    def following(on_step):  # type: ignore[no-untyped-def]
-        follow(on_step and (lambda step: (steps.append(step), on_step(step))))
+    def following(on_step: Callable[[Step], None] | None) -> None:
+        def timed(step: Step) -> None:
+            nonlocal now
+            now += 1 if step.decode_only and len(step.rows) == 8 else 100
+            rows.add(len(step.rows) if step.decode_only else 0)
+            assert on_step is not None
+            on_step(step)
+
+        follow(on_step and timed)
 
     monkeypatch.setattr(small_llm.engine, "follow_steps", following)
-    monkeypatch.setattr("jaxllm.bench.latency.time", SimpleNamespace(perf_counter=lambda: next(now)))
-    assert decode_seconds(small_llm, 3, 40, 8, 1) == 1.0
-    assert {len(step.rows) for step in steps if step.decode_only} > {3}
+    monkeypatch.setattr("jaxllm.bench.latency.time", SimpleNamespace(perf_counter=lambda: now))
+    assert decode_seconds(small_llm, 8, 15, 8, 1) == 1.0
+    assert rows > {0, 8}  # there were others, which count a hundred
 
 
 def test_it_says_when_the_requests_were_never_decoded_together(small_llm: LLM) -> None:
