@@ -86,16 +86,15 @@ def _interlayer(
         outputs, scratch = Outputs(*refs[: len(results)]), Scratch(*refs[len(results) :])
         steps = phases(shape, lax.axis_index("block"), inputs, outputs, scratch)
         if only is not None:
-            steps[only].prefetch()
-            steps[only].run()
-            return
-        products = [phase for phase in steps if phase.multiplies]
-        products.pop(0).prefetch()
+            steps = [steps[only]]
+        prefetches = [phase.prefetch for phase in steps if phase.prefetch is not None]
+        if prefetches:
+            prefetches.pop(0)()
         for index, phase in enumerate(steps):
             phase.run()
-            if phase.multiplies and products:  # `Scratch` is free, and nothing in between uses it
-                products.pop(0).prefetch()
-            if index < BARRIERS:
+            if phase.prefetch is not None and prefetches:  # `Scratch` is free, and nothing in between uses it
+                prefetches.pop(0)()
+            if index < len(steps) - 1:
                 wait_for_all(inputs.counters, index, BARRIERS, shape.blocks)
 
     def call(only: int | None, outputs: tuple[jax.Ref, ...] | None) -> tuple[jax.Array, ...]:

@@ -74,14 +74,12 @@ class Phase:
 
     Attributes:
         run: does it.
-        prefetch: starts to load its first weights into shared memory; called before `run`, as soon as the product
-            before is done with it.
-        multiplies: whether it is a product; else it leaves `Scratch` alone.
+        prefetch: starts to load its first weights into `Scratch`; called before `run`, as soon as the product before is
+            done with that. None for a phase that is no product, and leaves `Scratch` alone.
     """
 
     run: Callable[[], None]
-    prefetch: Callable[[], None] = lambda: None
-    multiplies: bool = False
+    prefetch: Callable[[], None] | None = None
 
 
 def product_phase(
@@ -161,4 +159,4 @@ def product_phase(
                 plgpu.commit_smem()  # all warps are done with shared memory
                 store(tile, (result[:, :HALF], result[:, HALF:]), others)
 
-    return Phase(run, prefetch, multiplies=True)
+    return Phase(run, prefetch)
