@@ -47,12 +47,12 @@ class Embedding(nnx.Module):
 
     def __call__(self, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch hidden"]:
         """Rows of the matrix, by token id."""
-        if tokens.size > 1:
+        if tokens.size != 1:
             return jnp.take(self.weight[...], tokens, axis=0, mode="clip")
         # XLA makes a slice of the lookup of one row, and of a divided matrix it then collects all on each device.
         twice = lax.optimization_barrier(jnp.concatenate([tokens.reshape(-1)] * 2))
         rows = jnp.take(self.weight[...], twice, axis=0, mode="clip")
-        return rows[: tokens.size].reshape(*tokens.shape, -1)
+        return rows[:1].reshape(*tokens.shape, -1)
 
     def logits(self, x: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
         """Scores of every token, in float32."""
