@@ -1,5 +1,9 @@
 """The self-test that an engine runs where nobody has tested the kernels."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from kernels_pallas import selftest
@@ -10,6 +14,20 @@ def test_every_kernel_agrees_with_its_reference() -> None:
     outcomes = list(selftest.run())
     assert len(outcomes) >= 9
     assert all(outcome.ok for outcome in outcomes), "; ".join(map(str, outcomes))
+
+
+def test_the_command_ends_on_two_cores() -> None:
+    """Interpreted, a kernel whose warpgroups get fewer threads than they are waits for ever."""
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    done = subprocess.run(
+        [sys.executable, "-c", f"import os; os.sched_setaffinity(0, {cores}); from kernels_pallas import selftest; "
+         "raise SystemExit(selftest.main())"],
+        capture_output=True, text=True, timeout=400, env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, *lines = done.stdout.splitlines()
+    assert "in the interpreter" in first and len(lines) >= 9
+    assert all(" ok " in line for line in lines), done.stdout
 
 
 def test_what_raises_or_is_wrong_fails(monkeypatch: pytest.MonkeyPatch) -> None:
