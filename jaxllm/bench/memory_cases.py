@@ -76,7 +76,7 @@ def jobs() -> list[Job]:
         "leaves": Job("leaves", 16, 60, script=partial(neighbour, comes=False)),
         "comes": Job("comes", 16, 60, script=partial(neighbour, comes=True)),
         "why": Job("why", 30, 120, script=why),
-        "late": _life("late", 77, 50, **_BESIDE, jax_first=True, gpu_memory_utilization=0.9),
+        "late": _life("late", 100, 50, **_BESIDE, jax_first=True, gpu_memory_utilization=0.9),
         "crowded": Job("crowded", 100, 50, script=crowded),
     }
     for name, (share, (shape, tokens, rows, block, plain)) in TRANSIENTS.items():

@@ -192,7 +192,8 @@ def _beside(results: Result) -> Iterator[Verdict]:
     survive = [trial["survives"] for trial in trials]
     yield Verdict(
         "mistakes 2 to 4 run out of memory, the right reserve does not",
-        survive == [True, True, False, False, False] if trials else None,
+        # Mistake 1 can go either way: it contains what loading took, and lacks what the allocator cannot hand out.
+        survive[:1] == [True] and survive[2:] == [False] * 3 if trials else None,
         f"{survive}",
     )
 
