@@ -51,6 +51,23 @@ def watch_for_cache_hits() -> Iterator[list[str]]:
         _watching.hits = None
 
 
+def to_bytes(compiled: jax.stages.Compiled) -> bytes:
+    """A compiled program for `from_bytes`, also in another process.
+
+    Raises:
+        ValueError, NotImplementedError: if it is of a kind that JAX cannot write.
+    """
+    return pickle.dumps(serialize_executable.serialize(compiled))
+
+
+def from_bytes(data: bytes, devices: list[jax.Device]) -> jax.stages.Compiled:
+    """The program that `to_bytes` made bytes of, on the devices that it was compiled for; runs unchecked code."""
+    payload, in_tree, out_tree = pickle.loads(data)
+    return serialize_executable.deserialize_and_load(
+        payload, in_tree, out_tree, backend=devices[0].client, execution_devices=devices
+    )
+
+
 class ExecutableCache:
     """Programs of one engine in a folder.
 
@@ -74,21 +91,18 @@ class ExecutableCache:
         if self._folder is None or not (path := self._path(facts)).exists():
             return None
         try:
-            payload, in_tree, out_tree = pickle.loads(path.read_bytes())
-            return serialize_executable.deserialize_and_load(
-                payload, in_tree, out_tree, backend=self._devices[0].client, execution_devices=self._devices
-            )
+            return from_bytes(path.read_bytes(), self._devices)
         except Exception as error:  # of whatever kind a damaged or foreign file raises
             logger.warning("%s is of no use and is compiled again: %s", path, error)
             path.unlink(missing_ok=True)
             return None
 
-    def store(self, compiled: jax.stages.Compiled, *facts: Any) -> None:
-        """Keep a program for `load`."""
+    def store(self, program: jax.stages.Compiled | bytes, *facts: Any) -> None:
+        """Keep a program, or what `to_bytes` made of it, for `load`."""
         if self._folder is None:
             return
         try:
-            data = pickle.dumps(serialize_executable.serialize(compiled))
+            data = program if isinstance(program, bytes) else to_bytes(program)
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:
                 file.write(data)

@@ -1,9 +1,10 @@
-"""Traces a step and lowers it to what XLA compiles; or to bytes, for another process to compile.
+"""Traces a step and lowers it to what XLA compiles; or to bytes, lowered or compiled, for another process.
 
 Tracing and lowering are Python and hold its lock, so one process lowers one program at a time. Bytes made in another
 process cost this one a twentieth of a second.
 """
 
+import logging
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -11,12 +12,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.topologies import TopologyDescription
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.cache.kv_array import KVLayout, LayerScales
 from jaxllm.config import EngineConfig
 from jaxllm.engine.attention import Attention
+from jaxllm.engine.compiler_options import compiler_options
 from jaxllm.engine.device_state import placed
+from jaxllm.engine.executables import to_bytes
 from jaxllm.engine.spec import RunnerSpec
 from jaxllm.engine.startup import StartupTimes
 from jaxllm.engine.step_program import StepFunction, StepResults, step_function
@@ -28,12 +32,17 @@ from jaxllm.parallel.mesh import DATA
 from jaxllm.parallel.placement import Placement
 from kernels_pallas import exported
 
+logger = logging.getLogger(__name__)
+
 _LOWERING = threading.Lock()
 """In turns, the first program is compiled, which does not hold Python's lock, while the second is lowered; all at the
 same time, none would be lowered early."""
 
-TRACING_SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion")
-"""Settings of JAX that a process can change and that change what a step is traced to."""
+SETTINGS = (
+    *("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion"),
+    *("jax_optimization_level", "jax_memory_fitting_level", "jax_disable_most_optimizations"),
+)
+"""Settings of JAX that a process can change and that change what a step is traced and compiled to."""
 
 
 def lower_step(
@@ -79,6 +88,15 @@ def lower_exported(
 
     with _LOWERING:
         return _lower(step, spec, weights, layout, num_blocks, shape)
+
+
+def compile_to_bytes(spec: RunnerSpec, weights: Weights, layout: KVLayout, num_blocks: int, shape: StepShape) -> bytes:
+    """Compile a step for the devices of `spec`, which need not be there; for `executables.from_bytes`.
+
+    What is `autotuned` needs them, and is not compiled so.
+    """
+    lowered = lower_step(spec, weights, layout, num_blocks, shape)
+    return to_bytes(lowered.compile(compiler_options=compiler_options(spec, shape)))
 
 
 def _step(spec: RunnerSpec, weights: Weights, layout: KVLayout, shape: StepShape) -> StepFunction:
@@ -149,7 +167,10 @@ class Recipe:
         run_time: the weights' configuration.
         leaves: shape, dtype and partition of each weight by path.
         platform: to lower for, "cuda" or "cpu".
-        settings: of `TRACING_SETTINGS`.
+        topology: of the devices, from which a process that has none of them can compile for them; None on CPUs, and
+            where programs are only lowered by others.
+        device_ids: of the mesh.
+        settings: of `SETTINGS`.
     """
 
     config: EngineConfig
@@ -166,6 +187,8 @@ class Recipe:
     run_time: ModelConfig
     leaves: dict[str, tuple[tuple[int, ...], jnp.dtype, PartitionSpec]]
     platform: str
+    topology: bytes | None
+    device_ids: tuple[int, ...]
     settings: dict[str, Any]
 
     @classmethod
@@ -191,17 +214,27 @@ class Recipe:
             weights.config,
             leaves,
             "cuda" if spec.platform == "gpu" else spec.platform,
-            {name: getattr(jax.config, name) for name in TRACING_SETTINGS},
+            _topology(placement.mesh),
+            tuple(device.id for device in placement.mesh.devices.flat),
+            {name: jax.config.values[name] for name in SETTINGS},
         )
 
     @property
-    def num_devices(self) -> int:
-        """Devices of the mesh."""
-        return int(np.prod(list(self.mesh.values()), dtype=int))
+    def can_compile(self) -> bool:
+        """Whether a process that has none of the devices can compile for them."""
+        return self.topology is not None or self.platform == "cpu"
+
+    def devices_to_compile_for(self) -> list[jax.Device]:
+        """The devices of the mesh, or what stands for them in a process that has others. CPUs must have started."""
+        devices = (
+            jax.devices("cpu") if self.topology is None else TopologyDescription.deserialize(self.topology).devices
+        )
+        by_id = {device.id: device for device in devices}
+        return [by_id[number] for number in self.device_ids]
 
     def rebuild(self, devices: list[jax.Device]) -> tuple[RunnerSpec, Weights]:
-        """The arguments of `export_step`, on any devices."""
-        grid = np.asarray(devices[: self.num_devices]).reshape(tuple(self.mesh.values()))
+        """The arguments of `export_step`, on any devices, and of `compile_to_bytes`, on those to compile for."""
+        grid = np.asarray(devices[: len(self.device_ids)]).reshape(tuple(self.mesh.values()))
         mesh = Mesh(grid, tuple(self.mesh), axis_types=(AxisType.Auto,) * grid.ndim)
         spec = RunnerSpec(
             config=self.config,
@@ -219,3 +252,15 @@ class Recipe:
             for path, (shape, dtype, partition) in self.leaves.items()
         }
         return spec, Weights.of(self.run_time, self.dtype, parameters)
+
+
+def _topology(mesh: Mesh) -> bytes | None:
+    """Of the one GPU of a mesh; None for CPUs, and for several GPUs, of which it was not tried."""
+    devices = list(mesh.devices.flat)
+    if devices[0].platform != "gpu" or len(devices) > 1:
+        return None
+    try:
+        return TopologyDescription(devices).serialize()
+    except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
+        logger.info("programs are compiled in this process: the device cannot be described to another: %s", error)
+        return None

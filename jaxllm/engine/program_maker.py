@@ -5,17 +5,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import jax
 
 from jaxllm.engine import small_batch
-from jaxllm.engine.compile_step import compile_step, is_kept
-from jaxllm.engine.lowering_pool import Lowering
+from jaxllm.engine.compile_step import autotuned, compile_step, is_kept
 from jaxllm.engine.programs import Programs
 from jaxllm.engine.spec import RunnerSpec
 from jaxllm.engine.startup import StartupTimes
 from jaxllm.engine.step_shape import StepShape
+from jaxllm.engine.worker_pool import WorkerPool
 from jaxllm.models.weights import Weights
 
 
 class ProgramMaker:
-    """Compiles programs, lowered in processes of their own where that is faster, or takes them from an earlier start.
+    """Compiles programs, with the help of other processes where that is faster, or takes them from an earlier start.
 
     A context manager: processes live until it is left. Afterwards programs are still made, in this process.
 
@@ -27,7 +27,7 @@ class ProgramMaker:
 
     def __init__(self, spec: RunnerSpec, weights: Weights, times: StartupTimes):
         self._spec, self._weights, self._times = spec, weights, times
-        self._lowering = Lowering(spec, weights, times)
+        self._pool = WorkerPool(spec, weights, times)
         self._early: dict[tuple[int, StepShape], Future[jax.stages.Compiled]] = {}
         self._threads: ThreadPoolExecutor | None = None
 
@@ -37,14 +37,14 @@ class ProgramMaker:
     def __exit__(self, kind: type | None, *_: object) -> None:
         if kind is not None:
             self.give_up()
-        self._lowering.close()
+        self._pool.close()
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
     def begin(self, num_blocks: int, shapes: list[StepShape], then: int) -> None:
         """Make the programs that will be measured while the weights are loaded: it takes little memory of the devices.
 
-        They are lowered in this process, decode steps first, which take longer to compile: the processes that are
+        They are made in this process, decode steps first, which take longer to compile: the processes that are
         started for the programs that follow have yet to import what they need.
 
         Args:
@@ -55,7 +55,7 @@ class ProgramMaker:
         if self._spec.platform == "cpu":  # where nothing is measured
             return
         if self._missing(num_blocks, shapes):
-            self._lowering.start(len(shapes) + then)
+            self._pool.start(len(shapes) + then)
         self._threads = ThreadPoolExecutor(len(shapes))
         for shape in sorted(shapes, key=lambda shape: shape.decode, reverse=True):
             self._early[num_blocks, shape] = self._threads.submit(self._compile, num_blocks, shape, here=True)
@@ -66,27 +66,30 @@ class ProgramMaker:
         return self._compile(num_blocks, shape) if early is None else early.result()
 
     def prepare(self, programs: Programs, num_blocks: int, shapes: list[StepShape]) -> None:
-        """Make all programs of an engine, those that take the longest first.
+        """Make all programs of an engine: first what is compiled here once it is lowered, then what takes longest.
 
-        There is a thread for each: most wait for a process to lower for them, or for a core to compile on.
+        There is a thread for each: most wait for another process, or for a core to compile on.
         """
         with self._times.making_programs():
-            self._lowering.start(self._missing(num_blocks, shapes))
-            programs.prepare(sorted(shapes, key=self._has_fused_layers, reverse=True), workers=len(shapes))
+            self._pool.start(self._missing(num_blocks, shapes))
+            programs.prepare(sorted(shapes, key=self._priority, reverse=True), workers=len(shapes))
 
     def give_up(self) -> None:
         """End with errors what waits for other processes, and the processes."""
-        self._lowering.give_up()
+        self._pool.give_up()
 
     def _compile(self, num_blocks: int, shape: StepShape, here: bool = False) -> jax.stages.Compiled:
-        layout, lower = self._spec.layout, None if here else self._lowering.lower
-        return compile_step(self._spec, self._weights, layout, num_blocks, shape, lower=lower, times=self._times)
+        pool = None if here else self._pool
+        return compile_step(
+            self._spec, self._weights, self._spec.layout, num_blocks, shape, pool=pool, times=self._times
+        )
 
     def _missing(self, num_blocks: int, shapes: list[StepShape]) -> int:
         layout = self._spec.layout
         return sum(not is_kept(self._spec, self._weights, layout, num_blocks, shape) for shape in shapes)
 
-    def _has_fused_layers(self, shape: StepShape) -> bool:
-        """Four to six kernels instead of two or three, at about a second each to lower."""
+    def _priority(self, shape: StepShape) -> tuple[bool, bool]:
+        """Fused layers have four to six kernels instead of two or three, at about a second each to lower."""
         spec = self._spec
-        return shape.decode and small_batch.fits(spec.attention, spec.run_time, spec.layout, shape.rows, spec.dtype)
+        fused = small_batch.fits(spec.attention, spec.run_time, spec.layout, shape.rows, spec.dtype)
+        return autotuned(spec, shape), shape.decode and fused

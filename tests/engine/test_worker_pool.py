@@ -1,4 +1,4 @@
-"""Programs lowered in other processes: the same programs, and nothing left behind when something goes wrong."""
+"""Programs made in other processes: the same programs, and nothing left behind when something goes wrong."""
 
 import logging
 import pickle
@@ -13,16 +13,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxllm.bench.random_model import random_runner_spec
-from jaxllm.engine import lowering_pool, program_maker, startup
+from jaxllm.engine import program_maker, startup, worker_pool
+from jaxllm.engine.attention import Attention
 from jaxllm.engine.compile_step import compile_step
+from jaxllm.engine.compiler_options import autotuned
 from jaxllm.engine.device_state import allocate_state
 from jaxllm.engine.executables import ExecutableCache
 from jaxllm.engine.lowering import Recipe, abstract_weights, export_step, lower_exported
-from jaxllm.engine.lowering_pool import GivenUpError, Lowering, WorkerError, worker_count
 from jaxllm.engine.program_maker import ProgramMaker
 from jaxllm.engine.programs import Programs
 from jaxllm.engine.runner import load
@@ -30,6 +32,7 @@ from jaxllm.engine.spec import RunnerSpec
 from jaxllm.engine.startup import StartupTimes
 from jaxllm.engine.step_shape import PackedLayout, StepShape
 from jaxllm.engine.warm_up import worst_step
+from jaxllm.engine.worker_pool import GivenUpError, WorkerError, WorkerPool, worker_count
 from jaxllm.models.weights import Weights
 from jaxllm.sampling.variant import PLAIN
 
@@ -44,12 +47,12 @@ def small() -> tuple[RunnerSpec, Weights]:
 
 
 @pytest.fixture
-def lowering(small: tuple[RunnerSpec, Weights], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lowering]:
+def pool(small: tuple[RunnerSpec, Weights], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerPool]:
     """One process, in which something prints what looks like a pickle before anything of ours runs."""
     (tmp_path / "sitecustomize.py").write_text('print("Tracing is on", flush=True)\n')
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("sys.path", [*sys.path, tmp_path / "a Path, which Python does not mind"])
-    with Lowering(*small, StartupTimes(), workers=1) as made:
+    with WorkerPool(*small, StartupTimes(), workers=1) as made:
         made.start(10)
         yield made
 
@@ -75,14 +78,19 @@ def assert_same(spec: RunnerSpec, leaves: Any, shape: StepShape, one: Any, other
     assert np.any(results[0][1])  # something was computed and written
 
 
-def test_a_program_lowered_by_a_worker_is_the_same(small: Any, lowering: Lowering) -> None:
+def test_a_program_lowered_or_compiled_by_a_worker_is_the_same(small: Any, pool: WorkerPool) -> None:
     spec, weights = small
     leaves = load(*random_runner_spec("tiny", **OPTIONS)).leaves
     assert [(x.shape, x.dtype, x.sharding) for x in leaves] == [(x.shape, x.dtype, x.sharding) for x in weights.leaves]
     shape = replace(spec.shapes.mixed[-1], sampler=PLAIN)  # others take longer to compile
     make = partial(compile_step, spec, weights, spec.layout, BLOCKS, shape)
-    assert_same(spec, leaves, shape, make(), make(lower=lowering.lower))
-    assert lowering._times.lowered.count == 1  # by the worker
+    here, there = make(), make(pool=pool)
+    assert_same(spec, leaves, shape, here, there)
+    assert (pool._times.lowered.count, pool._times.compiled.count) == (0, 1)  # by the worker
+    pool.stop_compiling("to be compiled here")
+    times = StartupTimes()
+    assert_same(spec, leaves, shape, here, make(pool=pool, times=times))
+    assert (pool._times.lowered.count, times.compiled.count) == (1, 1)
 
 
 def test_shardings_are_kept_on_two_devices() -> None:
@@ -100,44 +108,88 @@ def test_shardings_are_kept_on_two_devices() -> None:
     assert_same(spec, weights.leaves, shape, here, there)
 
 
-def test_errors_of_a_worker_are_told_and_it_goes_on(small: Any, lowering: Lowering) -> None:
+def test_errors_of_a_worker_are_told_and_it_goes_on(small: Any, pool: WorkerPool) -> None:
     spec, _ = small
     shape = spec.shapes.decode[0]
-    assert lowering._workers is not None
+    assert pool._workers is not None
     with pytest.raises(WorkerError, match="Error"):
-        lowering._workers.lower(spec.layout, -1, shape)
-    assert lowering._workers.lower(spec.layout, BLOCKS, shape)
+        pool._workers.lower(spec.layout, -1, shape)
+    assert pool._workers.lower(spec.layout, BLOCKS, shape)
 
 
 def test_what_a_dead_worker_does_not_lower_is_lowered_here(
-    small: Any, lowering: Lowering, caplog: pytest.LogCaptureFixture
+    small: Any, pool: WorkerPool, caplog: pytest.LogCaptureFixture
 ) -> None:
     spec, _ = small
     shape = spec.shapes.decode[0]
-    assert lowering._workers is not None
-    (worker,) = lowering._workers._workers
+    assert pool._workers is not None
+    (worker,) = pool._workers._workers
     worker.kill()
     with caplog.at_level(logging.WARNING):
-        lowered = lowering.lower(spec.layout, BLOCKS, shape)
+        lowered = pool.lower(spec.layout, BLOCKS, shape)
     assert "step" in lowered.as_text()
     assert f"{shape.name} was not lowered by a worker and is lowered here" in caplog.text
+
+
+@pytest.mark.parametrize("fault", ["the worker fails", "what it makes cannot be loaded"])
+def test_what_a_worker_does_not_compile_is_compiled_here(
+    fault: str, small: Any, pool: WorkerPool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And it is not asked again."""
+    spec, weights = small
+    asked: list[StepShape] = []
+
+    def compiled(layout: Any, num_blocks: int, shape: StepShape) -> bytes:
+        asked.append(shape)
+        if fault == "the worker fails":
+            raise WorkerError("no such device")
+        return pickle.dumps((b"no such device", None, None))
+
+    assert pool._workers is not None
+    monkeypatch.setattr(pool._workers, "compile", compiled)
+    shapes = [replace(shape, sampler=PLAIN) for shape in spec.shapes.mixed[:1] + spec.shapes.decode[:1]]
+    with caplog.at_level(logging.WARNING):
+        for shape in shapes:
+            compile_step(spec, weights, spec.layout, BLOCKS, shape, pool=pool)
+    assert asked == shapes[:1] and caplog.text.count("programs are compiled in this process") == 1
+    assert pool._times.lowered.count == 2
+
+
+def test_what_is_autotuned() -> None:
+    """Decode steps on a GPU that XLA multiplies in: what the kernels do not know, and large models' larger batches."""
+    kernels: dict[str, Any] = {"chosen_attention": Attention.MOSAIC_GPU, "known_multiprocessors": 132}
+    plain: dict[str, Any] = {"chosen_attention": Attention.XLA}
+
+    def tuned(shape: str, *, eager: bool = False, **fields: Any) -> set[int]:
+        spec, _ = random_runner_spec(shape, enforce_eager=eager, num_kvcache_blocks=64)
+        spec = replace(spec, dtype=np.dtype(jnp.bfloat16), **fields)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(RunnerSpec, "platform", "gpu")
+            shapes = [replace(spec.shapes.decode[0], rows=rows, tokens=rows) for rows in (8, 32, 64, 512)]
+            assert not any(autotuned(spec, shape) for shape in spec.shapes.mixed)
+            return {shape.rows for shape in shapes if autotuned(spec, shape)}
+
+    assert tuned("qwen3-0.6b", **plain) == {8, 32, 64, 512}
+    assert tuned("qwen3-0.6b", eager=True, **plain) == set()
+    assert tuned("qwen3-0.6b", **kernels) == set()
+    assert tuned("qwen3-8b", **kernels) == {64, 512}
 
 
 def test_giving_up_ends_the_processes_and_who_waits_for_them(small: Any) -> None:
     spec, weights = small
     errors: list[BaseException] = []
 
-    def wait(lowering: Lowering) -> None:
+    def wait(pool: WorkerPool) -> None:
         try:
-            lowering.lower(spec.layout, BLOCKS, spec.shapes.decode[0])
+            pool.lower(spec.layout, BLOCKS, spec.shapes.decode[0])
         except GivenUpError as error:
             errors.append(error)
 
-    with pytest.raises(KeyboardInterrupt), Lowering(spec, weights, StartupTimes(), workers=2) as lowering:
-        lowering.start(10)
-        assert lowering._workers is not None
-        processes = [worker._process for worker in lowering._workers._workers]
-        thread = threading.Thread(target=wait, args=(lowering,))
+    with pytest.raises(KeyboardInterrupt), WorkerPool(spec, weights, StartupTimes(), workers=2) as pool:
+        pool.start(10)
+        assert pool._workers is not None
+        processes = [worker._process for worker in pool._workers._workers]
+        thread = threading.Thread(target=wait, args=(pool,))
         thread.start()
         raise KeyboardInterrupt
     assert all(process.poll() is not None for process in processes)
@@ -145,10 +197,10 @@ def test_giving_up_ends_the_processes_and_who_waits_for_them(small: Any) -> None
     assert len(errors) == 1
 
 
-def test_a_worker_ends_with_its_input(lowering: Lowering) -> None:
-    assert lowering._workers is not None
-    worker = lowering._workers._workers[0]
-    while lowering._workers._idle.empty():  # it has started
+def test_a_worker_ends_with_its_input(pool: WorkerPool) -> None:
+    assert pool._workers is not None
+    worker = pool._workers._workers[0]
+    while pool._workers._idle.empty():  # it has started
         time.sleep(0.05)
     worker._requests.close()
     assert worker._process.wait(timeout=60) == 0
@@ -156,19 +208,19 @@ def test_a_worker_ends_with_its_input(lowering: Lowering) -> None:
 
 @pytest.mark.parametrize(
     ("platform", "eager", "processors", "cores", "count"),
-    [("gpu", False, (), 16, 8), ("gpu", False, (), 6, 3), ("gpu", False, (), 3, 0), ("cpu", False, (), 16, 0),
+    [("gpu", False, (), 16, 12), ("gpu", False, (), 6, 4), ("gpu", False, (), 3, 0), ("cpu", False, (), 16, 0),
      ("gpu", True, (), 16, 0), ("gpu", False, (print,), 16, 0)],
 )  # fmt: skip
 def test_who_lowers(
     platform: str, eager: bool, processors: tuple[Any, ...], cores: int, count: int, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(lowering_pool, "usable_cores", lambda: cores)
+    monkeypatch.setattr(worker_pool, "usable_cores", lambda: cores)
     config = SimpleNamespace(enforce_eager=eager)
     spec: Any = SimpleNamespace(platform=platform, config=config, processors=processors)
     with caplog.at_level(logging.INFO):
         assert worker_count(spec) == count
-    assert ("programs are lowered in this process: " in caplog.text) == (count == 0)
+    assert ("programs are made in this process: " in caplog.text) == (count == 0)
 
 
 def test_no_process_is_started_for_programs_that_are_kept(
@@ -179,7 +231,7 @@ def test_no_process_is_started_for_programs_that_are_kept(
     (*others, shape) = spec.shapes.all()
     maker = ProgramMaker(spec, weights, StartupTimes())
     started: list[int] = []
-    monkeypatch.setattr(maker._lowering, "start", started.append)
+    monkeypatch.setattr(maker._pool, "start", started.append)
     monkeypatch.setattr(spec.executables, "holds", lambda *facts: facts[2] == shape)
     prepared: Any = SimpleNamespace(prepare=lambda shapes, workers: started.append(len(shapes)))
     maker.prepare(prepared, BLOCKS, [shape])
@@ -194,9 +246,9 @@ def test_what_is_measured_is_made_while_weights_are_loaded(small: Any, monkeypat
 
     here: list[bool] = []
 
-    def fake(spec: Any, weights: Any, layout: Any, num_blocks: int, shape: StepShape, lower: Any, times: Any) -> str:
+    def fake(spec: Any, weights: Any, layout: Any, num_blocks: int, shape: StepShape, pool: Any, times: Any) -> str:
         made.append((num_blocks, shape))
-        here.append(lower is None)
+        here.append(pool is None)
         loaded.wait()
         return f"{shape.name} for {num_blocks} blocks"
 
@@ -204,7 +256,7 @@ def test_what_is_measured_is_made_while_weights_are_loaded(small: Any, monkeypat
     monkeypatch.setattr(RunnerSpec, "platform", "gpu")
     shapes = spec.shapes.all()[:2]
     with ProgramMaker(spec, weights, StartupTimes()) as maker:
-        maker._lowering._most = 0
+        maker._pool._most = 0
         maker.begin(BLOCKS, shapes, then=8)
         loaded.set()
         results: list[Any] = [maker.make(BLOCKS, shape) for shape in shapes]

@@ -1,47 +1,46 @@
-"""Worker processes that lower steps while an engine starts."""
+"""Worker processes that make programs while an engine starts."""
 
-import contextlib
 import logging
 import os
 import pickle
 import queue
-import subprocess
-import sys
-import tempfile
 import threading
-from typing import Any
 
 import jax
 
 from jaxllm.cache.kv_array import KVLayout
 from jaxllm.engine.lowering import Recipe, lower_exported, lower_step
-from jaxllm.engine.lowering_worker import READY
+from jaxllm.engine.program_worker import Task
 from jaxllm.engine.spec import RunnerSpec
-from jaxllm.engine.startup import StartupTimes
+from jaxllm.engine.startup import StartupTimes, Work
 from jaxllm.engine.step_shape import StepShape
+from jaxllm.engine.worker_process import WorkerProcess
 from jaxllm.models.weights import Weights
 
 logger = logging.getLogger(__name__)
 
-MOST_WORKERS = 8
-"""Each takes half a GiB of host memory; more of them would end no earlier than the compilations that wait for cores."""
+MOST_WORKERS = 12
+"""Each takes about a GiB of host memory."""
 _FEWEST_CORES = 4
 _WORTH_IT = 3
 """Programs from which on it is worth starting processes: each takes some seconds to import what it needs."""
-_ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-"""These processes take no memory of a GPU."""
 
 
 class WorkerError(RuntimeError):
-    """A worker could not lower a program."""
+    """A worker could not make a program."""
 
 
 class GivenUpError(RuntimeError):
-    """Start-up failed elsewhere or was interrupted, and nothing is lowered any more."""
+    """Start-up failed elsewhere or was interrupted, and no program is made any more."""
 
 
-class Lowering:
-    """Lowers steps of one engine: in worker processes between `start` and `close` where they help, else in this one.
+class WorkerPool:
+    """Makes programs of one engine in worker processes, between `start` and `close`, where they help.
+
+    XLA and Mosaic, which compiles Pallas kernels, set different options of LLVM under one lock of their process: so
+    threads that compile wait for one another most of the time, where processes do not. But workers have none of the
+    engine's devices, and cannot try there which of several kernels is the fastest: what XLA is to autotune they only
+    lower, and it is compiled in this process.
 
     Args:
         spec: of the engine.
@@ -55,8 +54,9 @@ class Lowering:
         self._most = worker_count(spec) if workers is None else workers
         self._workers: Workers | None = None
         self._given_up = False
+        self._compiling = True
 
-    def __enter__(self) -> "Lowering":
+    def __enter__(self) -> "WorkerPool":
         return self
 
     def __exit__(self, kind: type | None, *_: object) -> None:
@@ -68,11 +68,13 @@ class Lowering:
         """Start processes for so many programs, unless there are some, or it is not worth it."""
         count = min(self._most, programs)
         if self._workers is None and count and programs >= _WORTH_IT:
-            logger.info("%d programs are lowered by %d processes", programs, count)
+            logger.info("%d programs are made by %d processes", programs, count)
             try:
-                self._workers = Workers(Recipe.of(self._spec, self._weights), count, self._times)
+                recipe = Recipe.of(self._spec, self._weights)
+                self._compiling = self._compiling and recipe.can_compile
+                self._workers = Workers(recipe, count, self._times)
             except Exception as error:
-                logger.warning("programs are lowered in this process, which is slower: no other was started: %s", error)
+                logger.warning("programs are made in this process, which is slower: no other was started: %s", error)
 
     def lower(self, layout: KVLayout, num_blocks: int, shape: StepShape) -> jax.stages.Lowered:
         """Lower one program, as `lower_step`. One that a worker fails on is lowered here; the log says why.
@@ -94,6 +96,30 @@ class Lowering:
             raise GivenUpError(f"{shape.name} was not lowered: start-up was given up")
         return lower_step(*arguments, times=self._times)
 
+    def compile(self, layout: KVLayout, num_blocks: int, shape: StepShape) -> bytes | None:
+        """Compile one program that is not `autotuned`, for `executables.from_bytes`.
+
+        Returns:
+            None where no worker can, which the log explains where one failed.
+        """
+        workers = self._workers
+        if workers is None or not self._compiling:
+            return None
+        try:
+            return workers.compile(layout, num_blocks, shape)
+        except WorkerError as error:
+            if not self._given_up:
+                self.stop_compiling(f"{shape.name}: {error}")
+            return None
+
+    def stop_compiling(self, reason: str) -> None:
+        """From now on workers only lower, since what they compile is of no use."""
+        if self._compiling:
+            logger.warning(
+                "programs are compiled in this process, which is slower: a worker's is of no use: %s", reason
+            )
+        self._compiling = False
+
     def give_up(self) -> None:
         """End the processes, and with errors the calls of `lower` that wait for them: nobody needs their results."""
         self._given_up = True
@@ -107,7 +133,7 @@ class Lowering:
 
 
 def worker_count(spec: RunnerSpec) -> int:
-    """How many processes lower the steps of an engine: half the cores, or none where they are not worth it (logged)."""
+    """How many processes make programs of an engine: three for four cores, or none where that is no gain (logged)."""
     cores = usable_cores()
     reason = None
     if spec.platform != "gpu":
@@ -121,8 +147,8 @@ def worker_count(spec: RunnerSpec) -> int:
     elif cores < _FEWEST_CORES:
         reason = f"of {_FEWEST_CORES} or more CPU cores that others would need there are {cores}"
     if reason is None:
-        return min(MOST_WORKERS, cores // 2)
-    logger.info("programs are lowered in this process: %s", reason)
+        return min(MOST_WORKERS, cores * 3 // 4)
+    logger.info("programs are made in this process: %s", reason)
     return 0
 
 
@@ -132,10 +158,10 @@ def usable_cores() -> int:
 
 
 class Workers:
-    """Processes that lower; several threads may ask at once.
+    """Processes that make programs; several threads may ask at once.
 
     Args:
-        recipe: what they lower steps of.
+        recipe: what they make programs of.
         count: how many.
         times: where to write down how long it took.
 
@@ -145,14 +171,14 @@ class Workers:
 
     def __init__(self, recipe: Recipe, count: int, times: StartupTimes):
         self._times = times
-        self._idle: queue.Queue[_Worker | None] = queue.Queue()  # None: there will be no more
+        self._idle: queue.Queue[WorkerProcess | None] = queue.Queue()  # None: there will be no more
         self._alive, self._lock = count, threading.Lock()
         self._closed = False
-        self._workers: list[_Worker] = []
+        self._workers: list[WorkerProcess] = []
         data = pickle.dumps(recipe)
         try:
             for _ in range(count):
-                self._workers.append(_Worker())
+                self._workers.append(WorkerProcess())
         except BaseException:
             self.close()
             raise
@@ -165,20 +191,27 @@ class Workers:
         Raises:
             WorkerError: with what the process said, or how it ended.
         """
+        return self._ask(Task(layout, num_blocks, shape, compiled=False), self._times.lowered)
+
+    def compile(self, layout: KVLayout, num_blocks: int, shape: StepShape) -> bytes:
+        """What `compile_to_bytes` makes of a shape; as `lower`."""
+        return self._ask(Task(layout, num_blocks, shape, compiled=True), self._times.compiled)
+
+    def _ask(self, task: Task, work: Work) -> bytes:
         worker = self._idle.get()
         if worker is None:
             self._idle.put(None)
             raise WorkerError("the worker processes were closed" if self._closed else "all worker processes have ended")
         try:
-            with self._times.work(self._times.lowered):
-                done, answer = worker.ask((layout, num_blocks, shape))
+            with self._times.work(work):
+                done, answer = worker.ask(task)
         except Exception as error:  # of what it answers in place of a pickle, pickle raises anything
             self._lost()
             raise WorkerError(worker.last_words(error)) from error
         self._idle.put(worker)
         if not done:
             reason, trace = answer
-            logger.debug("%s in a worker: %s", shape.name, trace)
+            logger.debug("%s in a worker: %s", task.shape.name, trace)
             raise WorkerError(reason)
         return bytes(answer)
 
@@ -191,12 +224,12 @@ class Workers:
         for worker in self._workers:
             worker.close()
 
-    def _greet(self, worker: "_Worker", data: bytes) -> None:
+    def _greet(self, worker: WorkerProcess, data: bytes) -> None:
         try:
             worker.greet(data)
         except Exception as error:
             if not self._closed:
-                logger.warning("a process that was to lower programs did not start: %s", worker.last_words(error))
+                logger.warning("a process that was to make programs did not start: %s", worker.last_words(error))
             self._lost()
         else:
             self._idle.put(worker)
@@ -206,73 +239,3 @@ class Workers:
             self._alive -= 1
             if not self._alive:
                 self._idle.put(None)
-
-
-class _Worker:
-    """One process of `jaxllm.engine.lowering_worker` and the pipes to it."""
-
-    def __init__(self) -> None:
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `close`)
-        path = os.pathsep.join(entry for entry in sys.path if isinstance(entry, str))
-        environment = os.environ | _ENVIRONMENT | {"PYTHONPATH": path}
-        # Not by `multiprocessing`, whose processes import the user's script once more. -P: what is importable there is
-        # what is here, and no file of the working folder beside.
-        command = [sys.executable, "-P", "-m", "jaxllm.engine.lowering_worker"]
-        (requests, to_worker), (from_worker, answers) = os.pipe(), os.pipe()
-        self._requests, self._answers = os.fdopen(to_worker, "wb"), os.fdopen(from_worker, "rb")
-        try:
-            self._process = subprocess.Popen(
-                [*command, str(requests), str(answers)],
-                pass_fds=(requests, answers),
-                stdin=subprocess.DEVNULL,
-                stdout=self._errors,
-                stderr=self._errors,
-                env=environment,
-            )
-        except BaseException:
-            self._close_files()
-            raise
-        finally:
-            os.close(requests)
-            os.close(answers)
-
-    def greet(self, data: bytes) -> None:
-        """Send the pickled recipe and wait until it was understood."""
-        self._requests.write(data)
-        self._requests.flush()
-        if self._receive() != READY:
-            raise ValueError("it answers something else")
-
-    def ask(self, task: Any) -> Any:
-        """Send a task and wait for the answer."""
-        pickle.dump(task, self._requests)
-        self._requests.flush()
-        return self._receive()
-
-    def last_words(self, error: Exception) -> str:
-        """How the process ended, as far as it is known."""
-        try:
-            code = self._process.wait(timeout=1)
-            size = self._errors.seek(0, os.SEEK_END)
-            self._errors.seek(max(0, size - 2000))
-            said = self._errors.read().decode(errors="replace").strip()
-        except (subprocess.TimeoutExpired, ValueError):
-            return repr(error)
-        return f"it ended with exit code {code}" + (f": {said}" if said else "")
-
-    def kill(self) -> None:
-        """End the process, without waiting for that."""
-        self._process.kill()
-
-    def close(self) -> None:
-        """Wait for the end of the process and close everything."""
-        self._process.wait()
-        self._close_files()
-
-    def _close_files(self) -> None:
-        for file in (self._requests, self._answers, self._errors):
-            with contextlib.suppress(OSError):  # what was not written yet has no reader any more
-                file.close()
-
-    def _receive(self) -> Any:
-        return pickle.load(self._answers)
