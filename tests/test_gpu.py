@@ -111,7 +111,7 @@ def test_many_mixed_requests_compile_nothing_and_keep_no_memory(qwen3_0_6b: str)
     prompts = [
         (prefix if rng.random() < 0.2 else []) + rng.integers(0, 300, n).tolist() for n in rng.integers(1, 600, 2000)
     ]
-    params = [SamplingParams(max_tokens=int(rng.integers(1, 121)), **kinds[rng.integers(len(kinds))]) for _ in prompts]
+    params = [SamplingParams(max_tokens=int(rng.integers(9, 121)), **kinds[rng.integers(len(kinds))]) for _ in prompts]
     in_use: list[int] = []
     device = jax.devices()[0]
     idle = device.memory_stats()["bytes_in_use"]
