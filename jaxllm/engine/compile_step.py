@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from jaxllm.cache.kv_array import KVLayout
-from jaxllm.engine.compiler_options import autotuned, compiler_options
+from jaxllm.engine.compiler_options import compiled_by_workers, compiler_options
 from jaxllm.engine.executables import ExecutableCache, from_bytes, watch_for_cache_hits
 from jaxllm.engine.lowering import lower_step
 from jaxllm.engine.spec import RunnerSpec
@@ -30,8 +30,8 @@ def compile_step(
 ) -> jax.stages.Compiled:
     """Compile a program of `shape` ahead of time for its arguments' shardings; KV array and state are donated.
 
-    Or take it from the folder of an earlier start. What needs nothing of the devices is compiled by a worker, where
-    there are any; other programs are lowered by them and compiled here.
+    Or take it from the folder of an earlier start. Workers, where there are any, compile what `compiled_by_workers`
+    says; other programs they lower, and they are compiled here.
 
     Args:
         spec: of the engine.
@@ -49,7 +49,7 @@ def compile_step(
             kept = executables.load(*facts)
         if kept is not None:
             return kept
-    if pool is not None and not autotuned(spec, shape):
+    if pool is not None and compiled_by_workers(spec, shape):
         made = _compiled_elsewhere(spec, layout, num_blocks, shape, pool)
         if made is not None:
             data, compiled = made

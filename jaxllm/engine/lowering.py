@@ -93,7 +93,7 @@ def lower_exported(
 def compile_to_bytes(spec: RunnerSpec, weights: Weights, layout: KVLayout, num_blocks: int, shape: StepShape) -> bytes:
     """Compile a step for the devices of `spec`, which need not be there; for `executables.from_bytes`.
 
-    What is `autotuned` needs them, and is not compiled so.
+    What is to be autotuned needs them, and is not compiled so.
     """
     lowered = lower_step(spec, weights, layout, num_blocks, shape)
     return to_bytes(lowered.compile(compiler_options=compiler_options(spec, shape)))

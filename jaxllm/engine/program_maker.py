@@ -5,7 +5,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import jax
 
 from jaxllm.engine import small_batch
-from jaxllm.engine.compile_step import autotuned, compile_step, is_kept
+from jaxllm.engine.compile_step import compile_step, is_kept
+from jaxllm.engine.compiler_options import compiled_by_workers
 from jaxllm.engine.programs import Programs
 from jaxllm.engine.spec import RunnerSpec
 from jaxllm.engine.startup import StartupTimes
@@ -44,8 +45,8 @@ class ProgramMaker:
     def begin(self, num_blocks: int, shapes: list[StepShape], then: int) -> None:
         """Make the programs that will be measured while the weights are loaded: it takes little memory of the devices.
 
-        They are made in this process, decode steps first, which take longer to compile: the processes that are
-        started for the programs that follow have yet to import what they need.
+        What is compiled by a worker is made by the first that is ready. The others are made in this process, decode
+        steps first, which take longer to compile: it has imported already what workers have yet to import.
 
         Args:
             num_blocks: of the KV cache that they are measured with.
@@ -58,7 +59,8 @@ class ProgramMaker:
             self._pool.start(len(shapes) + then)
         self._threads = ThreadPoolExecutor(len(shapes))
         for shape in sorted(shapes, key=lambda shape: shape.decode, reverse=True):
-            self._early[num_blocks, shape] = self._threads.submit(self._compile, num_blocks, shape, here=True)
+            here = not compiled_by_workers(self._spec, shape)
+            self._early[num_blocks, shape] = self._threads.submit(self._compile, num_blocks, shape, here)
 
     def make(self, num_blocks: int, shape: StepShape) -> jax.stages.Compiled:
         """One program, which may be under way already."""
@@ -92,4 +94,4 @@ class ProgramMaker:
         """Fused layers have four to six kernels instead of two or three, at about a second each to lower."""
         spec = self._spec
         fused = small_batch.fits(spec.attention, spec.run_time, spec.layout, shape.rows, spec.dtype)
-        return autotuned(spec, shape), shape.decode and fused
+        return not compiled_by_workers(spec, shape), shape.decode and fused

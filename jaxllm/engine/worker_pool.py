@@ -170,20 +170,28 @@ class Workers:
     """
 
     def __init__(self, recipe: Recipe, count: int, times: StartupTimes):
-        self._times = times
+        self._times, self._recipe = times, pickle.dumps(recipe)
         self._idle: queue.Queue[WorkerProcess | None] = queue.Queue()  # None: there will be no more
         self._alive, self._lock = count, threading.Lock()
         self._closed = False
-        self._workers: list[WorkerProcess] = []
-        data = pickle.dumps(recipe)
-        try:
-            for _ in range(count):
-                self._workers.append(WorkerProcess())
-        except BaseException:
-            self.close()
-            raise
-        for worker in self._workers:  # a process reads once it has imported what it needs, and meanwhile writing waits
-            threading.Thread(target=self._greet, args=(worker, data), daemon=True).start()
+        self._workers = [WorkerProcess()]
+        threading.Thread(target=self._begin, args=(count - 1,), daemon=True).start()
+
+    def _begin(self, others: int) -> None:
+        """The first one has the cores for itself until it is ready: somebody waits for its program already."""
+        self._greet(self._workers[0])
+        for _ in range(others):
+            try:
+                with self._lock:
+                    if self._closed:
+                        return
+                    self._workers.append(WorkerProcess())
+            except OSError as error:
+                logger.warning("a process that was to make programs was not started: %s", error)
+                self._lost()
+            else:
+                # It reads once it has imported what it needs, and meanwhile writing waits.
+                threading.Thread(target=self._greet, args=(self._workers[-1],), daemon=True).start()
 
     def lower(self, layout: KVLayout, num_blocks: int, shape: StepShape) -> bytes:
         """What `export_step` makes of a shape, as soon as a process is free; calls get their turns in their order.
@@ -217,16 +225,17 @@ class Workers:
 
     def close(self) -> None:
         """Kill the processes, whatever they do."""
-        self._closed = True
+        with self._lock:
+            self._closed = True
         self._idle.put(None)
         for worker in self._workers:
             worker.kill()
         for worker in self._workers:
             worker.close()
 
-    def _greet(self, worker: WorkerProcess, data: bytes) -> None:
+    def _greet(self, worker: WorkerProcess) -> None:
         try:
-            worker.greet(data)
+            worker.greet(self._recipe)
         except Exception as error:
             if not self._closed:
                 logger.warning("a process that was to make programs did not start: %s", worker.last_words(error))

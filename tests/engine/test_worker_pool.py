@@ -21,7 +21,7 @@ from jaxllm.bench.random_model import random_runner_spec
 from jaxllm.engine import program_maker, startup, worker_pool
 from jaxllm.engine.attention import Attention
 from jaxllm.engine.compile_step import compile_step
-from jaxllm.engine.compiler_options import autotuned
+from jaxllm.engine.compiler_options import autotuned, compiled_by_workers
 from jaxllm.engine.device_state import allocate_state
 from jaxllm.engine.executables import ExecutableCache
 from jaxllm.engine.lowering import Recipe, abstract_weights, export_step, lower_exported
@@ -82,7 +82,7 @@ def test_a_program_lowered_or_compiled_by_a_worker_is_the_same(small: Any, pool:
     spec, weights = small
     leaves = load(*random_runner_spec("tiny", **OPTIONS)).leaves
     assert [(x.shape, x.dtype, x.sharding) for x in leaves] == [(x.shape, x.dtype, x.sharding) for x in weights.leaves]
-    shape = replace(spec.shapes.mixed[-1], sampler=PLAIN)  # others take longer to compile
+    shape = replace(spec.shapes.decode[-1], sampler=PLAIN)  # others take longer to compile
     make = partial(compile_step, spec, weights, spec.layout, BLOCKS, shape)
     here, there = make(), make(pool=pool)
     assert_same(spec, leaves, shape, here, there)
@@ -147,7 +147,7 @@ def test_what_a_worker_does_not_compile_is_compiled_here(
 
     assert pool._workers is not None
     monkeypatch.setattr(pool._workers, "compile", compiled)
-    shapes = [replace(shape, sampler=PLAIN) for shape in spec.shapes.mixed[:1] + spec.shapes.decode[:1]]
+    shapes = [replace(shape, sampler=PLAIN) for shape in (spec.shapes.decode[0], spec.shapes.decode[-1])]
     with caplog.at_level(logging.WARNING):
         for shape in shapes:
             compile_step(spec, weights, spec.layout, BLOCKS, shape, pool=pool)
@@ -166,7 +166,8 @@ def test_what_is_autotuned() -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(RunnerSpec, "platform", "gpu")
             shapes = [replace(spec.shapes.decode[0], rows=rows, tokens=rows) for rows in (8, 32, 64, 512)]
-            assert not any(autotuned(spec, shape) for shape in spec.shapes.mixed)
+            assert not any(autotuned(spec, s) or compiled_by_workers(spec, s) for s in spec.shapes.mixed)
+            assert all(autotuned(spec, shape) != compiled_by_workers(spec, shape) for shape in shapes)
             return {shape.rows for shape in shapes if autotuned(spec, shape)}
 
     assert tuned("qwen3-0.6b", **plain) == {8, 32, 64, 512}
@@ -239,7 +240,10 @@ def test_no_process_is_started_for_programs_that_are_kept(
     assert started == [0, 1, len(others), len(others) + 1]
 
 
-def test_what_is_measured_is_made_while_weights_are_loaded(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("workers_compile", [False, True])
+def test_what_is_measured_is_made_while_weights_are_loaded(
+    workers_compile: bool, small: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spec, weights = small
     made: list[tuple[int, StepShape]] = []
     loaded = threading.Event()
@@ -253,6 +257,7 @@ def test_what_is_measured_is_made_while_weights_are_loaded(small: Any, monkeypat
         return f"{shape.name} for {num_blocks} blocks"
 
     monkeypatch.setattr(program_maker, "compile_step", fake)
+    monkeypatch.setattr(program_maker, "compiled_by_workers", lambda spec, shape: workers_compile)
     monkeypatch.setattr(RunnerSpec, "platform", "gpu")
     shapes = spec.shapes.all()[:2]
     with ProgramMaker(spec, weights, StartupTimes()) as maker:
@@ -264,7 +269,34 @@ def test_what_is_measured_is_made_while_weights_are_loaded(small: Any, monkeypat
     assert results == [
         f"{s.name} for {n} blocks" for n, s in ((BLOCKS, shapes[0]), (BLOCKS, shapes[1]), (5, shapes[0]))
     ]
-    assert len(made) == 3 and here == [True, True, False]  # worker processes lower those that follow
+    # Worker processes help with those that follow, and with the others if they compile them alone.
+    assert len(made) == 3 and here == [*[not workers_compile] * 2, False]
+
+
+def test_processes_start_once_the_first_is_ready(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ready, killed, started = threading.Event(), [], []
+
+    class Fake:
+        def __init__(self) -> None:
+            started.append(self)
+
+        def greet(self, recipe: bytes) -> None:
+            assert ready.wait(60)
+
+        def kill(self) -> None:
+            killed.append(self)
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(worker_pool, "WorkerProcess", Fake)
+    with WorkerPool(*small, StartupTimes(), workers=3) as pool:
+        pool.start(10)
+        assert len(started) == 1
+        ready.set()
+        while len(started) < 3:
+            time.sleep(0.01)
+    assert killed == started and len(started) == 3
 
 
 def test_the_first_error_of_a_program_ends_the_others(small: Any) -> None:
