@@ -206,8 +206,8 @@ def _mosaic_gpu(
     scales: KVScales | None,
     interpret: Any = None,
 ) -> tuple[Array, KVArray]:
-    if scales is not None:  # with what made k and v, one pass
-        k, v = (quantize(values, scale, kv.dtype) for values, scale in zip((k, v), scales, strict=True))
+    if scales is not None:  # both in one kernel, and with what made them where that is XLA
+        k, v = jax.vmap(partial(quantize, dtype=kv.dtype))(jnp.stack([k, v]), scales)
     if isinstance(plan, DecodePlan) and k.shape[0] == q.shape[0]:  # one token a row, its last
         options = _options(q, scales, interpret)
         where = (kv, layer, batch.block_tables, batch.context_lens)
