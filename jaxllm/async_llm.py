@@ -2,10 +2,11 @@
 
 import asyncio
 import itertools
+import re
 import threading
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -126,18 +127,19 @@ class AsyncLLM:
         Args:
             prompt: text or token ids.
             params: how to generate.
-            request_id: a name of yours, unique among unfinished requests.
+            request_id: a name of yours, unique among the unfinished requests of this AsyncLLM; not "async" and a
+                number, as those are called that bring no name.
 
         Raises:
             TypeError, ValueError: if it cannot be served; others are not affected.
             QueueFull: if `max_pending` requests are unfinished.
             RuntimeError: after `drain` or `close`.
         """
-        request_id = f"async{next(self._numbers)}" if request_id is None else request_id
+        request_id = f"async{next(self._numbers)}" if request_id is None else _own_name(request_id)
         self._check_open(request_id)
         self._preparing += 1
         try:
-            parts = await asyncio.to_thread(self.llm.engine.prepare_each, request_id, prompt, params)
+            parts = await asyncio.to_thread(self.llm.engine.prepare_each, request_id, prompt, params, self._worker)
         finally:
             self._preparing -= 1
         self._check_open(request_id, 0)
@@ -200,13 +202,25 @@ class AsyncLLM:
             )
 
 
+def _own_name(request_id: str) -> str:
+    """A name that a user has given."""
+    if not isinstance(request_id, str):
+        raise TypeError(f"request_id must be text, or None for a name that is made up; got {request_id!r:.80}")
+    if re.fullmatch("async[0-9]+", request_id):
+        raise ValueError(
+            f"request_id must not be 'async' and a number, as requests without a name are called; got {request_id!r}: "
+            "use another name, or None"
+        )
+    return request_id
+
+
 @dataclass(eq=False)
 class _Worker:
     """The thread that steps the engine, and what it is told."""
 
     engine: Engine
     _commands: deque[Callable[[], None]] = field(default_factory=deque)
-    _parts: dict[str, tuple[AsyncRequest, int]] = field(default_factory=dict)
+    _parts: dict[Hashable, tuple[AsyncRequest, int]] = field(default_factory=dict)
     _inbox: deque[Update] = field(default_factory=deque)
     _stopping: bool = False
 
@@ -256,7 +270,8 @@ class _Worker:
         try:
             # Other threads step the engine as well: then there is something in the inbox.
             if not self.engine.advance() and not self._inbox:
-                raise RuntimeError(f"the engine has nothing to do, but {sorted(self._parts)} have not ended")
+                left = sorted({request.request_id for request, _ in self._parts.values()})
+                raise RuntimeError(f"the engine has nothing to do, but {left} have not ended")
         except EngineAsleep:
             self._awake.wait(_ASLEEP_SECONDS)
         except Exception as error:  # of the device, not of a request: all that were in the step end, new ones are taken
@@ -266,31 +281,31 @@ class _Worker:
     def _hand_out(self) -> None:
         while self._inbox:
             update = self._inbox.popleft()
-            if update.request_id not in self._parts:
+            if update.key not in self._parts:
                 continue  # ended in an error before
-            request, place = self._parts[update.request_id]
+            request, place = self._parts[update.key]
             if update.output is not None:
-                del self._parts[update.request_id]
+                del self._parts[update.key]
             request._put(place, update)
 
     def _submit(self, request: AsyncRequest, parts: list[Request], text: str | None) -> None:
         try:
             for place, part in enumerate(parts):
                 self.engine.submit(part, text, self._inbox)
-                self._parts[part.request_id] = (request, place)
-        except ValueError as error:  # the id is in use by a call of the LLM's own
+                self._parts[part.key] = (request, place)
+        except ValueError as error:  # the KV cache has become smaller since it was prepared
             self._end(request, error)
 
     def _abort(self, request: AsyncRequest) -> None:
-        for request_id, (owner, _) in list(self._parts.items()):
+        for key, (owner, _) in list(self._parts.items()):
             if owner is request:
-                self.engine.abort_request(request_id)
+                self.engine.abort_request(key)
 
     def _end(self, request: AsyncRequest, error: Exception) -> None:
         self._abort(request)
-        for request_id, (owner, _) in list(self._parts.items()):
+        for key, (owner, _) in list(self._parts.items()):
             if owner is request:
-                del self._parts[request_id]
+                del self._parts[key]
         request._fail(error)
 
 

@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -54,7 +54,7 @@ class Calls:
         if isinstance(prompt, Exception):
             return prompt
         try:
-            return self._engine.prepare_each(request_id, prompt, params)
+            return self._engine.prepare_each(request_id, prompt, params, owner=self)
         except (TypeError, ValueError) as error:
             return error
 
@@ -67,21 +67,22 @@ class Calls:
                     yield StreamDelta(index, "", output=_refusal(str(index), prompt, item))
                     continue
                 for place, request in enumerate(item):
-                    unfinished[request.request_id] = (index, place)
+                    unfinished[request.key] = (index, place)
                     self._engine.submit(request, prompt if isinstance(prompt, str) else None, inbox)
             while unfinished:
                 # Calls from other threads, or between two deltas of this one, run steps for all.
                 try:
                     if not inbox and not self._engine.advance() and not inbox:
-                        raise RuntimeError(f"the engine has nothing to do, but {sorted(unfinished)} have not ended")
+                        prompts_left = sorted({index for index, _ in unfinished.values()})
+                        raise RuntimeError(f"the engine has nothing to do, but prompts {prompts_left} have not ended")
                 except EngineAsleep:
                     self._engine.wait_until_awake()
                 while inbox:
                     update = inbox.popleft()
-                    index, place = unfinished[update.request_id]
+                    index, place = unfinished[update.key]
                     output = None
                     if update.output is not None:
-                        del unfinished[update.request_id]
+                        del unfinished[update.key]
                         done = finished.setdefault(index, {})
                         done[place] = update.output
                         if len(done) == len(prepared[index]):  # type: ignore[arg-type]
@@ -89,14 +90,14 @@ class Calls:
                     yield StreamDelta(index, update.text, update.token_ids, output, place, update.logprobs)
 
     @contextmanager
-    def _aborting(self) -> Iterator[dict[str, tuple[int, int]]]:
+    def _aborting(self) -> Iterator[dict[Hashable, tuple[int, int]]]:
         """Requests in flight; those still there at the end, after an error or a closed generator, are aborted."""
-        unfinished: dict[str, tuple[int, int]] = {}
+        unfinished: dict[Hashable, tuple[int, int]] = {}
         try:
             yield unfinished
         finally:
-            for request_id in list(unfinished):
-                self._engine.abort_request(request_id)
+            for key in list(unfinished):
+                self._engine.abort_request(key)
 
 
 def _joined(outputs: dict[int, RequestOutput]) -> RequestOutput:

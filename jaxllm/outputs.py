@@ -101,7 +101,7 @@ class RequestOutput:
     """A request and what was generated for it.
 
     Attributes:
-        request_id: unique among unfinished requests.
+        request_id: as given; or made up, for those of an LLM's own calls and where `AsyncLLM` got none.
         prompt: its text; None where token ids were given.
         prompt_token_ids: its tokens.
         outputs: the generated texts.

@@ -80,6 +80,35 @@ def test_what_is_refused_harms_nobody(serve: Any) -> None:
     assert output.request_id == "mine" and len(output.outputs[0].token_ids) == 12
 
 
+def test_names_of_a_users_own_meet_no_others(serve: Any, small_llm: LLM) -> None:
+    """Neither those of calls, nor those of the outputs of one request, nor of another AsyncLLM, nor made-up ones."""
+    several = SamplingParams(n=2, seed=1, max_tokens=12, ignore_eos=True)
+    expected = small_llm.generate("x", [several], use_tqdm=False)[0]
+    names = [f"call{small_llm._calls._count}-0{place}" for place in ("", "-0", "-1")] + ["a", "a-0", "a-1"]
+
+    async def scenario(served: AsyncLLM) -> None:
+        for name in ("async0", "async77"):
+            with pytest.raises(ValueError, match=f"request_id must not be 'async' and a number.*got '{name}': use"):
+                await served.add("x", GREEDY, name)
+        with pytest.raises(TypeError, match=r"request_id must be text.*got 5"):
+            await served.add("x", GREEDY, 5)  # type: ignore[arg-type]
+        async with AsyncLLM(small_llm) as other:
+            small_llm.engine.add_request("a", "x", GREEDY)
+            requests = [await one.add("x", several, name) for one in (served, other) for name in (*names, None)]
+            called = await asyncio.to_thread(small_llm.generate, "x", several, False)
+            outputs = [await request.output() for request in requests]
+        updates = small_llm.engine.step()
+        while small_llm.engine.has_unfinished_requests():
+            updates += small_llm.engine.step()
+        updates += small_llm.engine.step()
+        assert [update.request_id for update in updates if update.output is not None] == ["a"]
+        assert [output.request_id for output in outputs] == [*names, "async0"] * 2
+        for output in (*outputs, *called):
+            assert [one.token_ids for one in output.outputs] == [one.token_ids for one in expected.outputs]
+
+    serve(scenario)
+
+
 def test_a_full_queue_says_so(serve: Any, small_llm: LLM) -> None:
     async def scenario(served: AsyncLLM) -> None:
         first = [await served.add("x", LONG) for _ in range(3)]

@@ -1,7 +1,7 @@
 """What becomes of a request's tokens on the host: text, stop strings, log probabilities, the output."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,8 +25,9 @@ _NOTHING_TO_CHOOSE = (
 
 @dataclass(frozen=True)
 class Update:
-    """What one step added to one request."""
+    """What one step added to one request; `key` tells it from all others in the engine."""
 
+    key: Hashable
     request_id: str
     text: str
     token_ids: list[int]

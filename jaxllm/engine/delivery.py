@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from jaxllm.engine.answer import Answer, Update
 from jaxllm.engine.reported import Reported
@@ -20,17 +20,17 @@ class Delivery:
     A request whose tokens cannot be taken in ends in an error; the others are not affected.
 
     Attributes:
-        answers: of unfinished requests, by id.
+        answers: of unfinished requests, by key.
     """
 
     def __init__(self, scheduler: Scheduler):
         """Args: the scheduler that holds the requests."""
         self._scheduler = scheduler
-        self.answers: dict[str, Answer] = {}
+        self.answers: dict[Hashable, Answer] = {}
 
     def begin(self, answer: Answer) -> None:
         """Deliver to `answer` from now on, until its request has ended."""
-        self.answers[answer.request.request_id] = answer
+        self.answers[answer.request.key] = answer
 
     def take_in(self, step: Step, sampled: Sequence[Sequence[int]], reported: Reported) -> None:
         """Complete a step, and hand out what it adds.
@@ -44,7 +44,7 @@ class Delivery:
         for row, request in reported.prompts():
             if self._scheduler.is_live(row):
                 try:
-                    self.answers[request.request_id].add_prompt_logprobs(reported, row)
+                    self.answers[request.key].add_prompt_logprobs(reported, row)
                 except Exception as error:
                     self._fail(request, request.num_tokens, error)
         for request, count in self._scheduler.complete(step, sampled):
@@ -56,7 +56,7 @@ class Delivery:
 
     def end_in_error(self, request: Request, error: str) -> None:
         """End a request for the reason given, also where its tokens have ended it already; nothing is handed out."""
-        self.answers[request.request_id].error = error
+        self.answers[request.key].error = error
         if request.is_finished:
             request.finish_reason = "error"
         else:
@@ -64,19 +64,19 @@ class Delivery:
 
     def deliver_end(self, request: Request) -> RequestOutput:
         """Hand out the end of a request that no token brings."""
-        answer, text = self.answers.pop(request.request_id), ""
+        answer, text = self.answers.pop(request.key), ""
         try:
             text = answer.break_off()
         except Exception:  # the tokenizer's: it ends all the same, without the text that was held back
             logger.exception("request %r: the end of its text is missing", request.request_id)
         answer.finished_time = time.perf_counter()
         output = answer.output()
-        answer.inbox.append(Update(request.request_id, text, [], output))
+        answer.inbox.append(Update(request.key, request.request_id, text, [], output))
         return output
 
     def _update(self, request: Request, before: int, now: float, reported: Reported) -> None:
         """Take in the tokens of a request behind the first `before`, and hand out what they add."""
-        answer = self.answers[request.request_id]
+        answer = self.answers[request.key]
         if answer.first_token_time is None:
             answer.first_token_time = now
         error = answer.what_is_wrong(before)
@@ -89,8 +89,8 @@ class Delivery:
         if request.is_finished:
             answer.finished_time = now
             output = answer.output()
-            del self.answers[request.request_id]
-        answer.inbox.append(Update(request.request_id, text, token_ids, output, logprobs))
+            del self.answers[request.key]
+        answer.inbox.append(Update(request.key, request.request_id, text, token_ids, output, logprobs))
 
     def _fail(self, request: Request, num_tokens: int, error: Exception) -> None:
         """End a request whose tokens cannot be taken in, a tokenizer failing or the like; others are not affected."""

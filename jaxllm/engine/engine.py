@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from jaxllm.engine.delivery import Delivery
 from jaxllm.engine.interrupts import deferred_interrupts
 from jaxllm.engine.prompts import Prompt
 from jaxllm.engine.reported import Reported
-from jaxllm.engine.request import Request
+from jaxllm.engine.request import Key, Request
 from jaxllm.engine.request_maker import RequestMaker
 from jaxllm.engine.runner import Runner
 from jaxllm.engine.scheduler import Scheduler
@@ -125,26 +125,36 @@ class Engine:
         """Whether `step` has anything to do."""
         return self.scheduler.has_unfinished()
 
-    def prepare(self, request_id: str, prompt: Prompt, params: SamplingParams) -> Request:
-        """Make a request of a prompt, checked but not queued.
+    def prepare(self, request_id: str, prompt: Prompt, params: SamplingParams, key: Hashable | None = None) -> Request:
+        """Make a request of a prompt, checked but not queued; `key` as `Request.key`.
 
         Raises:
             TypeError: if the prompt is neither text nor token ids, or text without a tokenizer.
             ValueError: if the prompt is empty, has ids outside the vocabulary, is too long for `max_model_len` or
                 needs more KV blocks than there are, or if the parameters cannot be met.
         """
-        request = self._maker.make(request_id, prompt, params)
+        request = self._maker.make(request_id, prompt, params, key)
         self.scheduler.check(request)
         return request
 
-    def prepare_each(self, request_id: str, prompt: Prompt, params: SamplingParams) -> list[Request]:
-        """`prepare` for each of the `n` outputs; with several their ids are `request_id` and a number."""
+    def prepare_each(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, owner: object = None
+    ) -> list[Request]:
+        """`prepare` for each of the `n` outputs; with several their ids are `request_id` and a number.
+
+        An `owner` has a name space of his own: neither these requests nor their ids with a number can be confused with
+        another's, whatever he calls his.
+        """
+
+        def prepare(place: int, prompt: Prompt, params: SamplingParams, name: str) -> Request:
+            return self.prepare(name, prompt, params, None if owner is None else Key(owner, request_id, place))
+
         if not isinstance(params, SamplingParams) or params.n == 1:
-            return [self.prepare(request_id, prompt, params)]
+            return [prepare(0, prompt, params, request_id)]
         first, *others = params.each_output()
-        requests = [self.prepare(f"{request_id}-0", prompt, first)]
+        requests = [prepare(0, prompt, first, f"{request_id}-0")]
         ids = requests[0].prompt_token_ids
-        return requests + [self.prepare(f"{request_id}-{i}", ids, other) for i, other in enumerate(others, 1)]
+        return requests + [prepare(i, ids, other, f"{request_id}-{i}") for i, other in enumerate(others, 1)]
 
     def submit(self, request: Request, text: str | None = None, inbox: "deque[Update] | None" = None) -> None:
         """Queue a prepared request; `text` is its prompt where that was text, `inbox` takes its updates.
@@ -163,10 +173,14 @@ class Engine:
         """`prepare` and `submit` in one; raises what they raise."""
         self.submit(self.prepare(request_id, prompt, params), prompt if isinstance(prompt, str) else None)
 
-    def abort_request(self, request_id: str) -> RequestOutput | None:
-        """End a request and free its blocks; its output so far, or None if there is no such request."""
+    def abort_request(self, key: Hashable) -> RequestOutput | None:
+        """End a request and free its blocks; its output so far, or None if there is no such request.
+
+        Args:
+            key: the id given to `add_request`, or the `Request.key` of another.
+        """
         with self._exclusively():
-            request = self.scheduler.abort(request_id)
+            request = self.scheduler.abort(key)
             if request is None:
                 return None
             return self._delivery.deliver_end(request)
@@ -186,8 +200,8 @@ class Engine:
             spec = self.runner.spec
             check_parameters(spec.model, params, spec.placement)
             if running == "abort":
-                for request_id in list(self._delivery.answers):
-                    self.abort_request(request_id)
+                for key in list(self._delivery.answers):
+                    self.abort_request(key)
             while self.scheduler.has_unfinished() and self.advance():
                 pass
             self._under_way.clear()  # steps for requests that ended meanwhile

@@ -1,5 +1,6 @@
 """What requests share that run on one replica of the model: its blocks, the prefixes found in them, its seats."""
 
+from collections.abc import Hashable
 from typing import NamedTuple
 
 from jaxllm.cache.block_pool import BlockPool
@@ -37,13 +38,13 @@ class Replica:
 
     Attributes:
         pool: its blocks.
-        running: requests that hold some of them, by id and in order of arrival.
+        running: requests that hold some of them, by key and in order of arrival.
     """
 
     def __init__(self, pool: BlockPool, block_size: int, seats: range, enable_prefix_caching: bool) -> None:
         """Nothing runs. Blocks hold `block_size` tokens; one of `seats` belongs to each request that runs."""
         self.pool = pool
-        self.running: dict[str, Request] = {}
+        self.running: dict[Hashable, Request] = {}
         self._block_size = block_size
         self._seats = list(reversed(seats))  # free ones, the lowest last
         self._prefix = PrefixCache(pool, block_size) if enable_prefix_caching else None
@@ -90,9 +91,9 @@ class Replica:
         request.content_id = place.content_id
         request.status = RequestStatus.RUNNING
         latest = next(reversed(self.running.values()), request)
-        self.running[request.request_id] = request
+        self.running[request.key] = request
         if latest.arrival > request.arrival:  # one that was preempted elsewhere
-            self.running = {r.request_id: r for r in sorted(self.running.values(), key=lambda r: r.arrival)}
+            self.running = {r.key: r for r in sorted(self.running.values(), key=lambda r: r.arrival)}
 
     def commit(self, request: Request, computed: int) -> None:
         """The KV of the first `computed` tokens has been written: full blocks can be found."""

@@ -29,7 +29,7 @@ class Reported:
         self._place = {}
         if self._sampled is not None:
             places = step.places(self._sampled.rank.shape[1] // max(1, len(step.shares))).tolist()
-            self._place = {row.request.request_id: place for row, place in zip(step.rows, places, strict=True)}
+            self._place = {row.request.key: place for row, place in zip(step.rows, places, strict=True)}
         self._first = {}
         if self._prompt is not None:  # such a step has one iteration
             tokens = self._prompt.rank.shape[0] // max(1, len(step.shares))
@@ -48,7 +48,7 @@ class Reported:
 
     def of_output(self, request: Request, token_ids: list[int], text: Text) -> list[Logprobs]:
         """Of the tokens that `request` got from this step."""
-        row, count = self._place[request.request_id], request.params.logprobs or 0
+        row, count = self._place[request.key], request.params.logprobs or 0
         assert self._sampled is not None
         return [_at(self._sampled, (i, row), token, count, text) for i, token in enumerate(token_ids)]
 

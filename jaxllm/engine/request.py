@@ -1,8 +1,9 @@
 """One request on its way through the engine."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from jaxllm.cache.prefix import ROOT
 from jaxllm.sampling_params import SamplingParams
@@ -15,6 +16,20 @@ class RequestStatus(Enum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
+
+
+class Key(NamedTuple):
+    """What the engine knows a request by whose owner has a name space of his own; equal to no text.
+
+    Attributes:
+        owner: who made it, compared by identity.
+        request_id: unique among the owner's unfinished requests.
+        place: among the outputs of its prompt.
+    """
+
+    owner: object
+    request_id: str
+    place: int
 
 
 @dataclass(eq=False, slots=True)
@@ -46,6 +61,8 @@ class Request:
     """Bit i set: `params.logits_processors` names the engine's logits processor i."""
     matcher: Matcher | None = None
     """Where it stands in its grammar, if it has one."""
+    key: Hashable = None
+    """What the engine knows it by, unique among unfinished requests; `request_id` where nothing is given."""
 
     arrival: int = field(init=False, default=0)
     """Place in the scheduler's order of arrival."""
@@ -75,6 +92,7 @@ class Request:
     """The prefix cache's content id of the last of them."""
 
     def __post_init__(self) -> None:
+        self.key = self.request_id if self.key is None else self.key
         self.token_ids = list(self.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         if not self.token_ids:

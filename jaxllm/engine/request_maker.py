@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -37,8 +37,8 @@ class RequestMaker:
         eos = [token for token in self.eos_token_ids if self._is_known(token)]
         return GrammarCompiler(self.tokenizer, self.spec.run_time.vocab_size, eos)
 
-    def make(self, request_id: str, prompt: Prompt, params: SamplingParams) -> Request:
-        """A request, with what its parameters become compiled.
+    def make(self, request_id: str, prompt: Prompt, params: SamplingParams, key: Hashable | None = None) -> Request:
+        """A request, with what its parameters become compiled; `key` as `Request.key`.
 
         Raises:
             TypeError: if the prompt is neither text nor token ids, or text without a tokenizer.
@@ -63,6 +63,7 @@ class RequestMaker:
             bad_words=words,
             processors=self._processors(params.logits_processors),
             matcher=None if params.structured_outputs is None else self.grammars.matcher(params.structured_outputs),
+            key=key,
         )
         self._check_ends(request)
         return request

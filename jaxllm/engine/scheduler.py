@@ -2,7 +2,7 @@
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from itertools import count
 
@@ -65,7 +65,7 @@ class Scheduler:
             Replica(pool, block_size, range(i * seats, (i + 1) * seats), enable_prefix_caching)
             for i, pool in enumerate(pools)
         ]
-        self._waiting: OrderedDict[str, Request] = OrderedDict()
+        self._waiting: OrderedDict[Hashable, Request] = OrderedDict()
         self._arrivals = count()
         self._stats = SchedulerStats()
         self._maker = StepMaker(
@@ -94,7 +94,7 @@ class Scheduler:
     def check(self, request: Request) -> None:
         """Raises ValueError where `add` would, and queues nothing."""
         name, length = f"request {request.request_id!r}", request.num_tokens
-        if self._held(request.request_id) is not None:
+        if self._held(request.key) is not None:
             raise ValueError(f"{name} is still being processed; use another id, or abort the first one")
         if request.status is not RequestStatus.WAITING:
             raise ValueError(f"{name} is {request.status.value}; make a new Request to run the prompt again")
@@ -115,17 +115,17 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Puts `request` at the end of the queue.
 
-        Raises ValueError, with nothing queued, when its id is in use, it was queued before, or its prompt leaves no
+        Raises ValueError, with nothing queued, when its key is in use, it was queued before, or its prompt leaves no
         room for one token within `max_model_len` or does not fit into a whole block pool.
         """
         self.check(request)
         request.max_tokens = min(self._max_tokens, request.num_prompt_tokens + request.params.max_tokens)
         request.arrival = next(self._arrivals)
-        self._waiting[request.request_id] = request
+        self._waiting[request.key] = request
 
-    def abort(self, request_id: str) -> Request | None:
+    def abort(self, key: Hashable) -> Request | None:
         """Ends a waiting or running request with reason "abort"; None when no such request is unfinished."""
-        request = self._held(request_id)
+        request = self._held(key)
         if request is not None:
             self.finish(request, "abort")
         return request
@@ -135,14 +135,14 @@ class Scheduler:
 
         Raises ValueError when the scheduler does not hold the request (it has finished, or was never added).
         """
-        if self._held(request.request_id) is not request:
+        if self._held(request.key) is not request:
             raise ValueError(f"request {request.request_id!r} is {request.status.value} and not held by this scheduler")
         if request.status is RequestStatus.RUNNING:
             replica = self._replica_of(request)
-            del replica.running[request.request_id]
+            del replica.running[request.key]
             replica.release(request)
         else:
-            del self._waiting[request.request_id]
+            del self._waiting[request.key]
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         if stop_reason is not None:
@@ -270,11 +270,11 @@ class Scheduler:
         self.finish(request, reason)
         return True
 
-    def _held(self, request_id: str) -> Request | None:
-        """The unfinished request of that id."""
+    def _held(self, key: Hashable) -> Request | None:
+        """The unfinished request of that key."""
         for requests in (self._waiting, *(replica.running for replica in self._replicas)):
-            if request_id in requests:
-                return requests[request_id]
+            if key in requests:
+                return requests[key]
         return None
 
     def _replica_of(self, request: Request) -> Replica:

@@ -1,7 +1,7 @@
 """Decides what the next step computes: tokens of which requests, who is admitted for it, who is preempted."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -50,7 +50,7 @@ class StepMaker:
     def __init__(
         self,
         replicas: Sequence[Replica],
-        waiting: OrderedDict[str, Request],
+        waiting: OrderedDict[Hashable, Request],
         stats: SchedulerStats,
         max_num_batched_tokens: int,
         block_size: int,
@@ -181,9 +181,9 @@ class StepMaker:
         request.status = RequestStatus.WAITING
         request.num_preemptions += 1
         older = list(takewhile(lambda other: other.arrival < request.arrival, self._waiting.values()))
-        self._waiting[request.request_id] = request
+        self._waiting[request.key] = request
         for first in (request, *reversed(older)):
-            self._waiting.move_to_end(first.request_id, last=False)
+            self._waiting.move_to_end(first.key, last=False)
         self._stats.preemptions += 1
         return request
 
@@ -197,7 +197,7 @@ class StepMaker:
             return None
         part, place = min(places, key=lambda found: found[1].cost)
         part.replica.admit(request, place)
-        del self._waiting[request.request_id]
+        del self._waiting[request.key]
         if request.num_cached_tokens is None:
             request.num_cached_tokens = request.num_computed_tokens
             self._stats.prompt_tokens += request.num_prompt_tokens

@@ -72,6 +72,30 @@ def test_the_engine_beside_a_call(llm: LLM) -> None:
     assert updates[-1].output is not None
 
 
+def test_names_of_a_users_own_are_not_those_of_calls(llm: LLM) -> None:
+    """What a call's own requests are named, and the outputs of one prompt, a user may call his; all are served."""
+    each = SamplingParams(n=2, seed=1, max_tokens=20, ignore_eos=True)
+    expected = [tokens(llm, "mine"), [one.token_ids for one in llm.generate("two", each, use_tqdm=False)[0].outputs]]
+    calls = range(llm._calls._count, llm._calls._count + 3)
+    names = [f"call{number}-0{place}" for number in calls for place in ("", "-0", "-1")]
+    stream = llm.stream("mine", GREEDY)  # the other way round: its requests are under way before the user's
+    seen = list(next(stream).token_ids)
+    for name in names:
+        llm.engine.add_request(name, "mine", GREEDY)
+    served = llm.generate("two", each, use_tqdm=False)[0]
+    assert [one.token_ids for one in served.outputs] == expected[1]
+    seen += [token for delta in stream for token in delta.token_ids]
+    assert seen == expected[0]
+    got: dict[str, list[int]] = {}
+    updates = []
+    while llm.engine.has_unfinished_requests():
+        updates += llm.engine.step()
+    for update in updates + llm.engine.step():
+        got.setdefault(update.request_id, []).extend(update.token_ids)
+    assert got == dict.fromkeys(names, expected[0])
+    assert served.request_id in names  # the name that is shown has its old form
+
+
 def test_threads_share_the_engine(llm: LLM) -> None:
     rng = np.random.default_rng(0)
     prompts = [[rng.integers(0, 300, n).tolist() for n in rng.integers(1, 60, 6)] for _ in range(4)]
