@@ -17,6 +17,8 @@ MAX_SUPPRESSED_IDS = 16
 """Token ids that one row can suppress on the device (the ids that would end it before `min_tokens`)."""
 MAX_LOGIT_BIAS = 300
 """Tokens that one request's `logit_bias` can name: OpenAI's limit."""
+REPETITION_PENALTIES = 1e-18, 1e18
+"""The least and the most `repetition_penalty`: with it, a logit of up to 1e20 stays within float32."""
 MAX_BAD_WORDS = 64
 """Token sequences that one request's `bad_words` can become; most words become two, with and without a space."""
 MAX_BAD_WORD_TOKENS = 8
@@ -31,7 +33,8 @@ class SamplingParams:
         n: outputs to generate for the prompt, 1 to 16,384; 1 where the most likely token is taken.
         presence_penalty: subtracted from the logits of tokens that the output has. In [-2, 2].
         frequency_penalty: subtracted from them once for each time. In [-2, 2].
-        repetition_penalty: divides positive and multiplies negative logits of tokens that prompt or output have. > 0.
+        repetition_penalty: divides positive and multiplies negative logits of tokens that prompt or output have. In
+            [1e-18, 1e18].
         temperature: 0 takes the most likely token; otherwise logits are divided by it. Finite, >= 0.
         top_k: keep the k most likely tokens, ties with the k-th included. -1 or 0 keeps all.
         top_p: keep the smallest set of most likely tokens whose probability reaches p, ties included. In (0, 1].
@@ -113,6 +116,7 @@ class SamplingParams:
         self._check_combinations()
 
     def _check_ranges(self) -> None:
+        least, most = REPETITION_PENALTIES
         seed, biases = self.seed, [bias for _, bias in self.logit_bias]  # type: ignore[misc]
         infinite = "-1 or 0 for no limit"
         checks: list[tuple[str, str, bool]] = [
@@ -123,7 +127,11 @@ class SamplingParams:
             ("min_p", "in [0, 1]", 0 <= self.min_p <= 1),
             ("presence_penalty", "in [-2, 2]", -2 <= self.presence_penalty <= 2),
             ("frequency_penalty", "in [-2, 2]", -2 <= self.frequency_penalty <= 2),
-            ("repetition_penalty", "finite and > 0", 0 < self.repetition_penalty < math.inf),
+            (
+                "repetition_penalty",
+                f"in [{least}, {most}] (1 is none, 1.1 is usual)",
+                least <= self.repetition_penalty <= most,
+            ),
             ("n", f"in [1, {MAX_OUTPUTS}]", 1 <= self.n <= MAX_OUTPUTS),
             ("max_tokens", ">= 1", self.max_tokens >= 1),
             ("min_tokens", f"in [0, max_tokens={self.max_tokens}]", 0 <= self.min_tokens <= self.max_tokens),

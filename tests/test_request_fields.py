@@ -46,6 +46,36 @@ def test_ids_without_text(small_llm: LLM) -> None:
     assert (ids.text, ids.token_ids) == ("", plain.token_ids)
 
 
+# --- numbers
+
+EXTREMES = (5e-324, 1e-46, 1.4e-45, 1e-40, 1.2e-38, 1e-30, 1e-18, 1 - 1e-9, 1.0, 2.0, 100.0, 1e18, 1e30, 1e38, 3.5e38,
+            1.7e308, float("inf"), float("nan"))  # fmt: skip
+"""Those that float32 cannot hold, or not in full, among others."""
+
+
+@pytest.mark.parametrize(
+    ("field", "beside"),
+    [
+        ("temperature", {}), ("temperature", {"top_k": 5, "top_p": 0.9, "min_p": 0.1}),
+        ("top_p", {}), ("top_p", {"top_k": 100}), ("min_p", {}), ("min_p", {"top_p": 0.5}),
+        ("presence_penalty", {}), ("frequency_penalty", {}), ("logit_bias", {}), ("logit_bias", {"logprobs": 3}),
+        ("repetition_penalty", {"logit_bias": {5: 100, 6: 100}}),
+        ("repetition_penalty", {"logit_bias": {5: -100, 6: -100}, "allowed_token_ids": [5, 6]}),
+    ],
+)  # fmt: skip
+def test_a_number_is_refused_or_served(small_llm: LLM, field: str, beside: dict[str, Any]) -> None:
+    accepted, base = [], {"temperature": 1.0, "seed": 1, "max_tokens": 5, "ignore_eos": True}
+    for number in (*EXTREMES, *(-number for number in EXTREMES), 0.0):
+        value = {5: number, 6: number} if field == "logit_bias" else number
+        try:
+            accepted.append(SamplingParams(**base | beside | {field: value}))
+        except ValueError as error:
+            assert re.match(rf"{field} must be .*; got .*{re.escape(repr(number))}", str(error))
+    outputs = small_llm.generate([PROMPT] * len(accepted), accepted, use_tqdm=False)
+    served = [output.outputs[0].finish_reason == "length" for output in outputs]
+    assert accepted and not [params for params, well in zip(accepted, served, strict=True) if not well]
+
+
 # --- several outputs
 
 

@@ -22,13 +22,15 @@ OTHER_VALUES: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("temperature", -0.1), ("temperature", float("nan")), ("temperature", float("inf")),
+        ("temperature", -0.1), ("temperature", -5e-324), ("temperature", float("nan")), ("temperature", float("inf")),
         ("top_k", -2), ("top_p", 0), ("top_p", 1.1), ("top_p", float("nan")), ("min_p", -0.1), ("min_p", 1.5),
         ("max_tokens", 0), ("max_tokens", -1), ("min_tokens", -1), ("min_tokens", 17), ("seed", 2**63),
         ("stop", ["a", ""]), ("stop_token_ids", [-1]), ("n", 0), ("n", 16_385), ("presence_penalty", 2.1),
         ("presence_penalty", -2.1),
         ("frequency_penalty", 3.0), ("frequency_penalty", float("nan")), ("repetition_penalty", 0.0),
-        ("repetition_penalty", float("inf")), ("logprobs", -1), ("logprobs", 21), ("prompt_logprobs", 21),
+        ("repetition_penalty", float("inf")), ("repetition_penalty", float("nan")), ("repetition_penalty", 5e-324),
+        ("repetition_penalty", 1e-40), ("repetition_penalty", 9e-19), ("repetition_penalty", 2e18),
+        ("logprobs", -1), ("logprobs", 21), ("prompt_logprobs", 21),
         ("bad_words", ["a", " "]), ("allowed_token_ids", []), ("allowed_token_ids", [-1]),
     ],
 )  # fmt: skip

@@ -39,8 +39,7 @@ def edit_row(params: SamplingParams, bad_words: Sequence[Sequence[int]] = ()) ->
 
 def penalty_row(params: SamplingParams) -> Float32[np.ndarray, "3"]:
     """Repetition, presence and frequency penalty: one row of `inputs.Penalties`."""
-    repetition = min(params.repetition_penalty, float(np.finfo(np.float32).max))  # infinity times a logit of 0 is NaN
-    return np.array([repetition, params.presence_penalty, params.frequency_penalty], np.float32)
+    return np.array([params.repetition_penalty, params.presence_penalty, params.frequency_penalty], np.float32)
 
 
 def mask_of(ids: Sequence[int] | None, vocab: int) -> UInt32[np.ndarray, "words"]:

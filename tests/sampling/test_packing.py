@@ -12,7 +12,13 @@ from tiny import byte_level_tokenizer, sentencepiece_tokenizer
 from jaxllm.sampling.inputs import Edits, History, Penalties
 from jaxllm.sampling.packing import edit_row, mask_of, penalty_row
 from jaxllm.sampling.sampler import adjust_logits
-from jaxllm.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, SamplingParams
+from jaxllm.sampling_params import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    REPETITION_PENALTIES,
+    SamplingParams,
+)
 from jaxllm.text.bad_words import bad_word_tokens
 
 
@@ -72,5 +78,8 @@ def test_too_many_or_too_long_bad_words_are_refused() -> None:
         bad_word_tokens(tokenizer, ["a", "b\ud800"], 10, 4)
 
 
-def test_a_penalty_beyond_float32_is_finite() -> None:
-    assert penalty_row(SamplingParams(repetition_penalty=1e300))[0] == np.finfo(np.float32).max
+def test_the_least_and_the_most_penalty_keep_logits_finite() -> None:
+    for penalty in REPETITION_PENALTIES:
+        row = penalty_row(SamplingParams(repetition_penalty=penalty))[0]
+        for logit in np.float32([1e20, -1e20]):
+            assert np.isfinite(logit / row) and np.isfinite(logit * row) and logit / row and logit * row
