@@ -11,7 +11,7 @@ from pathlib import Path
 from jaxllm import cli
 from jaxllm.config import EngineConfig
 from jaxllm.memory import picture
-from jaxllm.memory.budget import BudgetError, size_cache
+from jaxllm.memory.cache_size import BudgetError, size_cache
 from jaxllm.memory.cards import CARDS, card_bytes
 from jaxllm.memory.planner import ENGINE_OPTIONS, Plan, Scenario, plan
 from jaxllm.memory.predict import ITEMSIZE

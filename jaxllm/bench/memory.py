@@ -121,7 +121,7 @@ def _machine() -> Result:
 def _task(name: str, arguments: dict[str, Any]) -> int:
     """Run one task in this process, which says what it knows in lines of JSON and waits at its events."""
     from jaxllm.bench.memory_tasks import TASKS
-    from jaxllm.memory.budget import BudgetError
+    from jaxllm.memory.cache_size import BudgetError
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     # Every program is kept, as an engine does it that sets up its own cache.

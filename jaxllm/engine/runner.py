@@ -26,7 +26,7 @@ from jaxllm.engine.step import Step
 from jaxllm.engine.step_program import StepResults
 from jaxllm.engine.step_shape import PackedLayout, StepShape
 from jaxllm.engine.warm_up import WARM_UP_BLOCKS, largest, measure
-from jaxllm.memory.budget import BudgetError
+from jaxllm.memory.cache_size import BudgetError
 from jaxllm.memory.report import MemoryReport
 from jaxllm.memory.sizing import CacheDemand, blocks_that_fit, can_measure, check_weights, size_kv_cache
 from jaxllm.memory.units import format_bytes

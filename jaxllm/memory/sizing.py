@@ -8,16 +8,8 @@ from dataclasses import dataclass, replace
 import jax
 
 from jaxllm.config import EngineConfig
-from jaxllm.memory.budget import (
-    HOST_MEMORY,
-    UTILIZATION,
-    Cap,
-    DeviceBudget,
-    check_model_len,
-    check_neighbours,
-    outside_margin,
-    size_cache,
-)
+from jaxllm.memory.budget import HOST_MEMORY, UTILIZATION, Cap, DeviceBudget, outside_margin
+from jaxllm.memory.cache_size import check_model_len, check_neighbours, size_cache
 from jaxllm.memory.device import read_settled
 from jaxllm.memory.notes import notes_on
 from jaxllm.memory.predict import Workload, activation_bytes, state_bytes, weight_bytes

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import jax
 
-from jaxllm.memory.budget import Cap, DeviceBudget, check_model_len, size_cache
+from jaxllm.memory.budget import Cap, DeviceBudget
+from jaxllm.memory.cache_size import check_model_len, size_cache
 from jaxllm.memory.device import read_settled
 from jaxllm.memory.report import MemoryReport, ProgramReport
 from jaxllm.memory.sizing import CacheDemand, reserve_bytes

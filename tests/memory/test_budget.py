@@ -10,16 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm.cache.kv_array import KVLayout
-from jaxllm.memory.budget import (
-    BudgetError,
-    Cap,
-    DeviceBudget,
-    block_bytes,
-    check_model_len,
-    check_neighbours,
-    share,
-    size_cache,
-)
+from jaxllm.memory.budget import Cap, DeviceBudget, block_bytes, share
+from jaxllm.memory.cache_size import BudgetError, check_model_len, check_neighbours, size_cache
 from jaxllm.memory.units import GIB
 from jaxllm.memory.views import ProcessMemory
 
@@ -204,7 +196,7 @@ def test_neighbours_are_named() -> None:
 
 def test_arithmetic_needs_no_jax() -> None:
     code = (
-        "import sys, jaxllm.memory.budget, jaxllm.memory.report, jaxllm.plan\n"
+        "import sys, jaxllm.memory.budget, jaxllm.memory.cache_size, jaxllm.memory.report, jaxllm.plan\n"
         "assert 'jax' not in sys.modules and not any(m.startswith('jaxllm.engine') for m in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -9,7 +9,8 @@ import pytest
 from jaxllm.config import EngineConfig
 from jaxllm.engine import runner
 from jaxllm.memory import sizing, verify
-from jaxllm.memory.budget import BudgetError, outside_margin
+from jaxllm.memory.budget import outside_margin
+from jaxllm.memory.cache_size import BudgetError
 from jaxllm.memory.pool import pool_fraction
 from jaxllm.memory.report import MemoryReport, ProgramReport
 from jaxllm.memory.sizing import ALLOCATOR_SLACK, RESERVE_GRAIN, CacheDemand, fitting_blocks, report_of
