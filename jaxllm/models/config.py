@@ -4,15 +4,14 @@ The reader understands the files as transformers 4 and transformers 5 write them
 mathematics and is not implemented is refused by name and value; whatever is only switched off is accepted.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxllm.models.config_fields import flag, optional_float, positive_float, positive_int, token_ids
+
 SUPPORTED_DTYPES = ("bfloat16", "float16", "float32")
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-_LARGEST_FLOAT = 1e18  # products of two numbers of the config, and their reciprocals, stay within float32
-_LARGEST_INT = 2**31 - 1  # sizes and positions are int32 on the device
 
 
 @dataclass(frozen=True)
@@ -114,76 +113,36 @@ class ModelConfig:
             )
         family = FAMILIES[family_name]
         _refuse_unsupported(config)
-        heads = _positive_int(config, "num_attention_heads")
-        layers = _positive_int(config, "num_hidden_layers")
-        hidden = _positive_int(config, "hidden_size")
+        heads = positive_int(config, "num_attention_heads")
+        layers = positive_int(config, "num_hidden_layers")
+        hidden = positive_int(config, "hidden_size")
         _refuse_sliding_window(config, layers)
-        max_positions = _positive_int(config, "max_position_embeddings")
-        attention_bias = _flag(config, "attention_bias")
-        vocab_size = _positive_int(config, "vocab_size")
+        max_positions = positive_int(config, "max_position_embeddings")
+        attention_bias = flag(config, "attention_bias")
+        vocab_size = positive_int(config, "vocab_size")
         generation = generation or {}
         bos = config.get("bos_token_id", generation.get("bos_token_id", family.default_bos))
         return cls(
             family=family_name,
             vocab_size=vocab_size,
             hidden_size=hidden,
-            intermediate_size=_positive_int(config, "intermediate_size"),
+            intermediate_size=positive_int(config, "intermediate_size"),
             num_hidden_layers=layers,
             num_attention_heads=heads,
-            num_key_value_heads=_positive_int(config, "num_key_value_heads", default=heads),
+            num_key_value_heads=positive_int(config, "num_key_value_heads", default=heads),
             head_dim=_head_dim(config, family, hidden, heads),
-            rms_norm_eps=_positive_float(config, "rms_norm_eps", default=1e-6),
+            rms_norm_eps=positive_float(config, "rms_norm_eps", default=1e-6),
             max_position_embeddings=max_positions,
-            tie_word_embeddings=_flag(config, "tie_word_embeddings"),
+            tie_word_embeddings=flag(config, "tie_word_embeddings"),
             rope=_rope(config, max_positions),
             qk_norm=family.qk_norm,
             attention_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
             attention_output_bias=attention_bias if family.output_bias is None else family.output_bias,
-            mlp_bias=family.mlp_bias_field and _flag(config, "mlp_bias"),
-            bos_token_id=_token_ids("bos_token_id", bos, vocab_size)[0] if bos not in (None, []) else None,
+            mlp_bias=family.mlp_bias_field and flag(config, "mlp_bias"),
+            bos_token_id=token_ids("bos_token_id", bos, vocab_size)[0] if bos not in (None, []) else None,
             eos_token_ids=_eos_token_ids(config, generation, family, vocab_size),
             dtype=_dtype(config),
         )
-
-
-def _positive_int(config: Mapping[str, Any], field: str, default: int | None = None) -> int:
-    value = config.get(field)
-    if value is None:
-        value = default
-    if value is None:
-        raise ValueError(f"config.json has no {field}: it is needed, as a positive integer")
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _LARGEST_INT:
-        raise ValueError(f"{field}={value!r} in config.json: a positive integer is needed, at most {_LARGEST_INT}")
-    return value
-
-
-def _positive_float(config: Mapping[str, Any], field: str, default: float | None = None, prefix: str = "") -> float:
-    value = config.get(field)
-    if value is None:
-        value = default
-    if value is None:
-        raise ValueError(f"{prefix}{field} is missing in config.json: a positive number is needed")
-    if not _is_number(value) or not 1 / _LARGEST_FLOAT <= value <= _LARGEST_FLOAT:
-        raise ValueError(
-            f"{prefix}{field}={value!r} in config.json: a positive number is needed, from {1 / _LARGEST_FLOAT:g} to "
-            f"{_LARGEST_FLOAT:g}"
-        )
-    return float(value)
-
-
-def _is_number(value: Any) -> bool:
-    """Whether `value` is a finite number: JSON as Python reads it has Infinity, NaN, and integers of any length."""
-    try:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:
-        return False
-
-
-def _flag(config: Mapping[str, Any], field: str) -> bool:
-    value = config.get(field)
-    if value not in (None, True, False):
-        raise ValueError(f"{field}={value!r} in config.json: true or false is needed")
-    return bool(value)
 
 
 def _quantizes_kv_only(quantization: Any) -> bool:
@@ -224,11 +183,11 @@ def _refuse_sliding_window(config: Mapping[str, Any], num_layers: int) -> None:
             f"layer_types in config.json holds {', '.join(others)}, which is not supported; "
             f"supported: full_attention in every layer"
         )
-    if not _flag(config, "use_sliding_window") or kinds:
+    if not flag(config, "use_sliding_window") or kinds:
         return
     if "sliding_window" in config and config["sliding_window"] is None:
         return
-    window = _positive_int(config, "sliding_window", default=4096)
+    window = positive_int(config, "sliding_window", default=4096)
     first = config.get("max_window_layers", 28)
     if isinstance(first, bool) or not isinstance(first, int) or first < 0:
         raise ValueError(f"max_window_layers={first!r} in config.json: an integer of at least 0 is needed")
@@ -241,7 +200,7 @@ def _refuse_sliding_window(config: Mapping[str, Any], num_layers: int) -> None:
 
 def _head_dim(config: Mapping[str, Any], family: Family, hidden: int, heads: int) -> int:
     if config.get("head_dim") is not None:
-        return _positive_int(config, "head_dim")
+        return positive_int(config, "head_dim")
     if family.default_head_dim is not None:
         return family.default_head_dim
     if hidden % heads:
@@ -275,20 +234,20 @@ def _rope(config: Mapping[str, Any], max_positions: int) -> RopeConfig:
             raise ValueError(
                 f"partial_rotary_factor={partial!r} in config.json is not supported; supported: 1.0 (whole heads turn)"
             )
-    theta = _positive_float(parameters, "rope_theta", _positive_float(config, "rope_theta", 10000.0), prefix)
+    theta = positive_float(parameters, "rope_theta", positive_float(config, "rope_theta", 10000.0), prefix)
     if kind == "default":
         return RopeConfig(theta=theta)
     if "factor" not in parameters:
         raise ValueError(f"{prefix}factor is missing in config.json: rope_type={kind!r} needs it")
     if kind == "linear":
-        return RopeConfig(type=kind, theta=theta, factor=_positive_float(parameters, "factor", prefix=prefix))
+        return RopeConfig(type=kind, theta=theta, factor=positive_float(parameters, "factor", prefix=prefix))
     # Where both name it, the field beside the dict wins, as in transformers; else the model's limit counts.
-    original = _positive_int(
+    original = positive_int(
         config, "original_max_position_embeddings", parameters.get("original_max_position_embeddings") or max_positions
     )
     if kind == "llama3":
-        low = _positive_float(parameters, "low_freq_factor", prefix=prefix)
-        high = _positive_float(parameters, "high_freq_factor", prefix=prefix)
+        low = positive_float(parameters, "low_freq_factor", prefix=prefix)
+        high = positive_float(parameters, "high_freq_factor", prefix=prefix)
         if high <= low:
             raise ValueError(
                 f"{prefix}high_freq_factor={high} in config.json: a number above low_freq_factor={low} is needed"
@@ -296,7 +255,7 @@ def _rope(config: Mapping[str, Any], max_positions: int) -> RopeConfig:
         return RopeConfig(
             type=kind,
             theta=theta,
-            factor=_positive_float(parameters, "factor", prefix=prefix),
+            factor=positive_float(parameters, "factor", prefix=prefix),
             original_max_position_embeddings=original,
             low_freq_factor=low,
             high_freq_factor=high,
@@ -306,32 +265,15 @@ def _rope(config: Mapping[str, Any], max_positions: int) -> RopeConfig:
     return RopeConfig(
         type=kind,
         theta=theta,
-        factor=_positive_float(parameters, "factor", max_positions / original, prefix),
+        factor=positive_float(parameters, "factor", max_positions / original, prefix),
         original_max_position_embeddings=original,
-        beta_fast=_positive_float({"beta_fast": parameters.get("beta_fast") or 32.0}, "beta_fast", prefix=prefix),
-        beta_slow=_positive_float({"beta_slow": parameters.get("beta_slow") or 1.0}, "beta_slow", prefix=prefix),
-        attention_factor=_optional_float(parameters, "attention_factor", prefix),
-        mscale=_optional_float(parameters, "mscale", prefix),
-        mscale_all_dim=_optional_float(parameters, "mscale_all_dim", prefix),
+        beta_fast=positive_float({"beta_fast": parameters.get("beta_fast") or 32.0}, "beta_fast", prefix=prefix),
+        beta_slow=positive_float({"beta_slow": parameters.get("beta_slow") or 1.0}, "beta_slow", prefix=prefix),
+        attention_factor=optional_float(parameters, "attention_factor", prefix),
+        mscale=optional_float(parameters, "mscale", prefix),
+        mscale_all_dim=optional_float(parameters, "mscale_all_dim", prefix),
         truncate=bool(parameters.get("truncate", True)),
     )
-
-
-def _optional_float(parameters: Mapping[str, Any], field: str, prefix: str) -> float | None:
-    value = parameters.get(field)
-    if value is None:
-        return None
-    if not _is_number(value) or value < 0:
-        raise ValueError(f"{prefix}{field}={value!r} in config.json: a number of at least 0 is needed")
-    return float(value)
-
-
-def _token_ids(field: str, value: Any, vocab_size: int) -> tuple[int, ...]:
-    ids = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
-    for token in ids:
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-            raise ValueError(f"{field}={value!r}: token ids from 0 to {vocab_size - 1} (vocab_size - 1) are needed")
-    return ids
 
 
 def _eos_token_ids(
@@ -340,7 +282,7 @@ def _eos_token_ids(
     found: dict[int, None] = {}
     for source in (generation.get("eos_token_id"), config.get("eos_token_id", family.default_eos)):
         if source is not None:
-            found.update(dict.fromkeys(_token_ids("eos_token_id", source, vocab_size)))
+            found.update(dict.fromkeys(token_ids("eos_token_id", source, vocab_size)))
     return tuple(found)
 
 
