@@ -157,7 +157,8 @@ class LLM:
                 that needs more than all of them ends, with `finish_reason` "length", or "error" without output.
 
         Raises:
-            RuntimeError: if too little fits; says how much is missing. The engine sleeps on.
+            RuntimeError: if too little fits; says how much is missing, and has the blocks that fit as
+                `fitting_blocks`. The engine sleeps on.
             TypeError, ValueError: if `min_kvcache_blocks` is no positive integer.
         """
         self.engine.wake(min_kvcache_blocks)

@@ -11,6 +11,7 @@ import pytest
 from buffers import device_bytes
 
 from jaxllm import LLM, SamplingParams
+from jaxllm.memory.cache_size import WakeError
 
 pytestmark = pytest.mark.usefixtures("plain_sampler")
 
@@ -134,11 +135,13 @@ def test_less_memory_than_before(
     stream, found = begin(llm)
     ends = llm.stream([LONG], GREEDY)
     llm.sleep()
-    with pytest.raises(RuntimeError, match=r"wake: 0 blocks of the KV cache fit now, 8 are needed: .*again, or make"):
-        llm.wake()
-    fit = 5
-    with pytest.raises(RuntimeError, match=r"5 blocks .*fit now, 8 are needed: free 24.0 KiB.*min_kvcache_blocks=5\)"):
-        llm.wake()
+    for fit, message in (  # blocks_that_fit reads it
+        (0, "wake: 0 blocks of the KV cache fit now, 8 are needed: .*again, or make"),
+        (5, r"5 blocks .*fit now, 8 are needed: free 24.0 KiB.*min_kvcache_blocks=5\)"),
+    ):
+        with pytest.raises(WakeError, match=message) as refused:
+            llm.wake()
+        assert refused.value.fitting_blocks == fit
     with pytest.raises(RuntimeError, match=r"5 blocks .*fit now, 6 are needed: free 8.0 KiB"):
         llm.wake(min_kvcache_blocks=6)
     with pytest.raises(ValueError, match="min_kvcache_blocks must be at least 1, or None; got 0"):

@@ -1,7 +1,6 @@
 """Memory of an engine on a caller's mesh and arrays: what it takes, what sleep gives back, waking under load."""
 
 import gc
-import re
 import threading
 import time
 from typing import Any
@@ -12,6 +11,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jaxllm import LLM, SamplingParams
+from jaxllm.memory.cache_size import WakeError
 
 Result = dict[str, Any]
 
@@ -201,11 +201,8 @@ def _refused(llm: LLM) -> tuple[str, int]:
     """What `wake` says where too little fits, and how many blocks would do."""
     try:
         llm.wake()
-    except RuntimeError as error:
-        fitting = re.match(r"wake: (\d+) blocks", str(error))
-        if fitting is None:
-            raise
-        return str(error), int(fitting[1])
+    except WakeError as error:
+        return str(error), error.fitting_blocks
     raise RuntimeError("the whole KV cache fitted, though the memory for half of it was held by other arrays")
 
 

@@ -26,10 +26,9 @@ from jaxllm.engine.step import Step
 from jaxllm.engine.step_program import StepResults
 from jaxllm.engine.step_shape import PackedLayout, StepShape
 from jaxllm.engine.warm_up import WARM_UP_BLOCKS, largest, measure
-from jaxllm.memory.cache_size import BudgetError
+from jaxllm.memory.cache_size import BudgetError, WakeError
 from jaxllm.memory.report import MemoryReport
 from jaxllm.memory.sizing import CacheDemand, blocks_that_fit, can_measure, check_weights, size_kv_cache
-from jaxllm.memory.units import format_bytes
 from jaxllm.memory.verify import check_late, settle, verify
 from jaxllm.models.params import parameter_specs
 from jaxllm.models.weights import Weights
@@ -223,7 +222,7 @@ class Runner:
         """Take a KV cache again, of the former size or of what fits now; see `LLM.wake`.
 
         Raises:
-            RuntimeError: if too little fits; says what is missing. The runner sleeps on.
+            WakeError: if too little fits; says what is missing. The runner sleeps on.
         """
         if min_kvcache_blocks is not None and integer("min_kvcache_blocks", min_kvcache_blocks) < 1:
             raise ValueError(f"min_kvcache_blocks must be at least 1, or None; got {min_kvcache_blocks}")
@@ -232,12 +231,7 @@ class Runner:
         devices = self.spec.placement.local_devices
         fitting = distributed.smallest(blocks_that_fit(devices, self._demand, self.memory_report, most))
         if fitting < least:
-            missing = format_bytes((least - fitting) * self.layout.block_bytes)
-            fewer = "" if fitting < 1 else f", or take what fits with wake(min_kvcache_blocks={fitting})"
-            raise RuntimeError(
-                f"wake: {fitting} blocks of the KV cache fit now, {least} are needed: free {missing} on each device and"
-                f" call wake again{fewer}, or make a new LLM"
-            )
+            raise WakeError(fitting, least, self.layout.block_bytes)
         if fitting == self.num_blocks:
             self._allocate()
         else:

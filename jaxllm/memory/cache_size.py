@@ -22,6 +22,24 @@ class BudgetError(ValueError):
     """The KV cache does not fit; the message shows the whole budget and what to change."""
 
 
+class WakeError(RuntimeError):
+    """An engine that sleeps cannot have the KV cache that was asked for.
+
+    Attributes:
+        fitting_blocks: blocks that there is room for now, those of one replica; 0 for none.
+    """
+
+    def __init__(self, fitting_blocks: int, least: int, block_bytes: int):
+        """Args: blocks that fit, the fewest asked for, and the bytes of one on one device."""
+        missing = format_bytes((least - fitting_blocks) * block_bytes)
+        fewer = "" if fitting_blocks < 1 else f", or take what fits with wake(min_kvcache_blocks={fitting_blocks})"
+        super().__init__(
+            f"wake: {fitting_blocks} blocks of the KV cache fit now, {least} are needed: free {missing} on each device "
+            f"and call wake again{fewer}, or make a new LLM"
+        )
+        self.fitting_blocks = fitting_blocks
+
+
 @dataclass(frozen=True, kw_only=True)
 class CacheSize:
     """The result: how many blocks, and what decided it.
