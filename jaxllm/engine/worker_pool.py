@@ -144,6 +144,8 @@ def worker_count(spec: RunnerSpec) -> int:
         reason = "logits processors are functions, which cannot be sent to another process"
     elif jax.process_count() > 1:
         reason = "there are several processes already"
+    elif not jax.config.jax_use_shardy_partitioner:
+        reason = "JAX cannot take shardings from another process where jax_use_shardy_partitioner is off"
     elif cores < _FEWEST_CORES:
         reason = f"of {_FEWEST_CORES} or more CPU cores that others would need there are {cores}"
     if reason is None:

@@ -224,6 +224,24 @@ def test_who_lowers(
     assert ("programs are made in this process: " in caplog.text) == (count == 0)
 
 
+def test_no_process_is_started_where_jax_cannot_call_what_it_lowers(
+    small: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`lower_exported` raises, which would end the start of an engine."""
+    spec, weights = small
+    monkeypatch.setattr(worker_pool, "usable_cores", lambda: 16)
+    monkeypatch.setattr(RunnerSpec, "platform", "gpu")
+    jax.config.update("jax_use_shardy_partitioner", False)
+    try:
+        with caplog.at_level(logging.INFO), WorkerPool(spec, weights, StartupTimes()) as pool:
+            pool.start(10)
+            assert pool._workers is None
+            assert pool.lower(spec.layout, BLOCKS, spec.shapes.decode[-1]).as_text()
+    finally:
+        jax.config.update("jax_use_shardy_partitioner", True)
+    assert "programs are made in this process: " in caplog.text and "jax_use_shardy_partitioner" in caplog.text
+
+
 def test_no_process_is_started_for_programs_that_are_kept(
     small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
