@@ -39,7 +39,8 @@ _LOWERING = threading.Lock()
 same time, none would be lowered early."""
 
 SETTINGS = (
-    *("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion"),
+    *("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion", "jax_allow_f16_reductions"),
+    *("jax_debug_nans", "jax_debug_infs"),  # nothing is donated then
     *("jax_optimization_level", "jax_memory_fitting_level", "jax_disable_most_optimizations"),
 )
 """Settings of JAX that a process can change and that change what a step is traced and compiled to."""

@@ -108,6 +108,22 @@ def test_shardings_are_kept_on_two_devices() -> None:
     assert_same(spec, weights.leaves, shape, here, there)
 
 
+def test_a_worker_donates_nothing_where_nans_are_looked_for(small: Any) -> None:
+    """As this process: JAX reads the arguments once more when it has found some."""
+    spec, weights = small
+    shape = replace(spec.shapes.decode[-1], sampler=PLAIN)
+    make = partial(compile_step, spec, weights, spec.layout, BLOCKS, shape)
+    jax.config.update("jax_debug_nans", True)
+    try:
+        with WorkerPool(spec, weights, StartupTimes(), workers=1) as pool:
+            pool.start(10)
+            here, there = make(), make(pool=pool)
+            assert pool._times.compiled.count == 1
+    finally:
+        jax.config.update("jax_debug_nans", False)
+    assert here.memory_analysis().alias_size_in_bytes == there.memory_analysis().alias_size_in_bytes == 0
+
+
 def test_errors_of_a_worker_are_told_and_it_goes_on(small: Any, pool: WorkerPool) -> None:
     spec, _ = small
     shape = spec.shapes.decode[0]
