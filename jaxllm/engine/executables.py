@@ -25,6 +25,12 @@ import kernels_pallas
 
 logger = logging.getLogger(__name__)
 
+SETTINGS = (
+    *("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion", "jax_allow_f16_reductions"),
+    *("jax_debug_nans", "jax_debug_infs"),  # nothing is donated then
+    *("jax_optimization_level", "jax_memory_fitting_level", "jax_disable_most_optimizations"),
+)
+"""Settings of JAX that a process can change and that change what a program is traced and compiled to."""
 
 _watching = threading.local()
 
@@ -74,13 +80,14 @@ class ExecutableCache:
     Args:
         folder: where they are kept; None keeps nothing. Programs in it are run unchecked: it must belong to the user.
         devices: that the programs run on.
-        facts: what the programs depend on beside code, versions and devices; two engines with equal `repr` of their
-            facts have the same programs.
+        facts: what the programs depend on beside code, versions, `SETTINGS` and devices; two engines with equal `repr`
+            of their facts have the same programs.
     """
 
     def __init__(self, folder: Path | None, devices: list[jax.Device], *facts: Any):
         self._folder, self._devices = folder, devices
-        self._digest = hashlib.sha256(repr((_environment(), [repr(d) for d in devices], facts)).encode())
+        settings = [jax.config.values[name] for name in SETTINGS]  # of now: they can change while a process lives
+        self._digest = hashlib.sha256(repr((_environment(), settings, [repr(d) for d in devices], facts)).encode())
 
     def holds(self, *facts: Any) -> bool:
         """Whether there is a program that these further facts tell apart; `load` may still find it of no use."""
@@ -128,12 +135,10 @@ def _environment() -> tuple[Any, ...]:
         for path in sorted(root.rglob("*.py")):
             code.update(str(path.relative_to(root)).encode())
             code.update(path.read_bytes())
-    settings = (jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision)
     return (
         jax.__version__,
         jaxlib.__version__,
         client.platform_version,
         sorted(flags.items()),
-        settings,
         code.digest(),
     )

@@ -20,7 +20,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.attention import Attention
 from jaxllm.engine.compiler_options import compiler_options
 from jaxllm.engine.device_state import placed
-from jaxllm.engine.executables import to_bytes
+from jaxllm.engine.executables import SETTINGS, to_bytes
 from jaxllm.engine.spec import RunnerSpec
 from jaxllm.engine.startup import StartupTimes
 from jaxllm.engine.step_program import StepFunction, StepResults, step_function
@@ -37,13 +37,6 @@ logger = logging.getLogger(__name__)
 _LOWERING = threading.Lock()
 """In turns, the first program is compiled, which does not hold Python's lock, while the second is lowered; all at the
 same time, none would be lowered early."""
-
-SETTINGS = (
-    *("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion", "jax_allow_f16_reductions"),
-    *("jax_debug_nans", "jax_debug_infs"),  # nothing is donated then
-    *("jax_optimization_level", "jax_memory_fitting_level", "jax_disable_most_optimizations"),
-)
-"""Settings of JAX that a process can change and that change what a step is traced and compiled to."""
 
 
 def lower_step(

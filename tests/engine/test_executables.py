@@ -33,6 +33,21 @@ def test_a_program_is_found_by_all_its_facts(tmp_path: Path) -> None:
     assert len(list((tmp_path / "programs").iterdir())) == 2
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("jax_default_matmul_precision", "float32"), ("jax_optimization_level", "O0")]
+)
+def test_a_program_is_not_found_under_other_settings(name: str, value: str, tmp_path: Path) -> None:
+    """Also of an engine that starts later in the same process."""
+    devices, former = jax.devices()[:1], jax.config.values[name]
+    ExecutableCache(tmp_path, devices).store(b"a program")
+    jax.config.update(name, value)
+    try:
+        assert not ExecutableCache(tmp_path, devices).holds()
+    finally:
+        jax.config.update(name, former)
+    assert ExecutableCache(tmp_path, devices).holds()
+
+
 def test_programs_from_jaxs_cache_are_noticed() -> None:
     """Two compilations of one program: the second comes from the folder that the tests have."""
     shift = np.random.default_rng().integers(2**31)  # nobody compiled this before
