@@ -10,8 +10,8 @@ from typing import Any
 
 from jaxllm.engine.program_worker import READY
 
-_ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-"""These processes take no memory of a GPU."""
+_ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "JAX_PLATFORM_NAME": "", "CUDA_VISIBLE_DEVICES": ""}
+"""These processes take no memory of a GPU, whichever way the user asked for one."""
 
 
 class WorkerProcess:

@@ -52,6 +52,8 @@ def pool(small: tuple[RunnerSpec, Weights], tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "sitecustomize.py").write_text('print("Tracing is on", flush=True)\n')
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("sys.path", [*sys.path, tmp_path / "a Path, which Python does not mind"])
+    for name in ("JAX_PLATFORMS", "JAX_PLATFORM_NAME"):
+        monkeypatch.setenv(name, "cuda")
     with WorkerPool(*small, StartupTimes(), workers=1) as made:
         made.start(10)
         yield made
