@@ -54,7 +54,7 @@ class WorkerPool:
         self._most = worker_count(spec) if workers is None else workers
         self._workers: Workers | None = None
         self._given_up = False
-        self._compiling = True
+        self._compiling, self._lock = True, threading.Lock()
 
     def __enter__(self) -> "WorkerPool":
         return self
@@ -114,11 +114,12 @@ class WorkerPool:
 
     def stop_compiling(self, reason: str) -> None:
         """From now on workers only lower, since what they compile is of no use."""
-        if self._compiling:
+        with self._lock:
+            told, self._compiling = not self._compiling, False
+        if not told:
             logger.warning(
                 "programs are compiled in this process, which is slower: a worker's is of no use: %s", reason
             )
-        self._compiling = False
 
     def give_up(self) -> None:
         """End the processes, and with errors the calls of `lower` that wait for them: nobody needs their results."""

@@ -173,6 +173,24 @@ def test_what_a_worker_does_not_compile_is_compiled_here(
     assert pool._times.lowered.count == 2
 
 
+def test_that_workers_compile_no_more_is_told_once(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever ends one worker often ends all, while logging takes its time."""
+    told: list[str] = []
+
+    def warning(text: str, *arguments: str) -> None:
+        time.sleep(0.2)
+        told.append(text % arguments)
+
+    monkeypatch.setattr(worker_pool, "logger", SimpleNamespace(warning=warning))
+    pool = WorkerPool(*small, StartupTimes(), workers=1)
+    threads = [threading.Thread(target=pool.stop_compiling, args=(f"worker {i} ended",)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(told) == 1
+
+
 def test_what_is_autotuned() -> None:
     """Decode steps on a GPU that XLA multiplies in: what the kernels do not know, and large models' larger batches."""
     kernels: dict[str, Any] = {"chosen_attention": Attention.MOSAIC_GPU, "known_multiprocessors": 132}
