@@ -189,12 +189,11 @@ class Workers:
                     if self._closed:
                         return
                     self._workers.append(WorkerProcess())
-            except OSError as error:
-                logger.warning("a process that was to make programs was not started: %s", error)
-                self._lost()
-            else:
                 # It reads once it has imported what it needs, and meanwhile writing waits.
                 threading.Thread(target=self._greet, args=(self._workers[-1],), daemon=True).start()
+            except (OSError, RuntimeError) as error:  # the latter if there can be no more threads
+                logger.warning("a process that was to make programs was not started: %s", error)
+                self._lost()
 
     def lower(self, layout: KVLayout, num_blocks: int, shape: StepShape) -> bytes:
         """What `export_step` makes of a shape, as soon as a process is free; calls get their turns in their order.

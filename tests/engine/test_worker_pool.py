@@ -327,30 +327,71 @@ def test_what_is_measured_is_made_while_weights_are_loaded(
     assert len(made) == 3 and here == [*[not workers_compile] * 2, False]
 
 
-def test_processes_start_once_the_first_is_ready(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    ready, killed, started = threading.Event(), [], []
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Processes that get ready when `ready` is set and end at their first task."""
+    fakes = SimpleNamespace(started=[], killed=[], ready=threading.Event())
 
     class Fake:
         def __init__(self) -> None:
-            started.append(self)
+            fakes.started.append(self)
 
         def greet(self, recipe: bytes) -> None:
-            assert ready.wait(60)
+            assert fakes.ready.wait(60)
+
+        def ask(self, task: Any) -> Any:
+            raise EOFError
+
+        def last_words(self, error: Exception) -> str:
+            return repr(error)
 
         def kill(self) -> None:
-            killed.append(self)
+            fakes.killed.append(self)
 
         def close(self) -> None:
             pass
 
     monkeypatch.setattr(worker_pool, "WorkerProcess", Fake)
+    return fakes
+
+
+def test_processes_start_once_the_first_is_ready(small: Any, fakes: SimpleNamespace) -> None:
     with WorkerPool(*small, StartupTimes(), workers=3) as pool:
         pool.start(10)
-        assert len(started) == 1
-        ready.set()
-        while len(started) < 3:
+        assert len(fakes.started) == 1
+        fakes.ready.set()
+        while len(fakes.started) < 3:
             time.sleep(0.01)
-    assert killed == started and len(started) == 3
+    assert fakes.killed == fakes.started and len(fakes.started) == 3
+
+
+def test_nobody_waits_for_processes_that_no_thread_could_be_started_for(
+    small: Any, fakes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a container that limits their number."""
+    spec, errors = small[0], list[str]()
+
+    def ask() -> None:
+        for _ in range(2):
+            try:
+                workers.lower(spec.layout, BLOCKS, spec.shapes.decode[0])
+            except WorkerError as error:
+                errors.append(str(error))
+
+    def no_thread(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with WorkerPool(*small, StartupTimes(), workers=3) as pool:
+        pool.start(10)
+        workers: Any = pool._workers
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", no_thread)
+            fakes.ready.set()
+            asking.join(10)
+        assert errors == ["EOFError()", "all worker processes have ended"]
+    assert fakes.killed == fakes.started and caplog.text.count("was not started: can't start new thread") == 2
 
 
 def test_the_first_error_of_a_program_ends_the_others(small: Any) -> None:
