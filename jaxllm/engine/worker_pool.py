@@ -181,9 +181,15 @@ class Workers:
         threading.Thread(target=self._begin, args=(count - 1,), daemon=True).start()
 
     def _begin(self, others: int) -> None:
-        """The first one has the cores for itself until it is ready: somebody waits for its program already."""
-        self._greet(self._workers[0])
+        """The first one has the cores for itself until it is ready: somebody waits for its program already.
+
+        If it does not get ready, others would not either.
+        """
+        started = self._greet(self._workers[0])
         for _ in range(others):
+            if not started:
+                self._lost()
+                continue
             try:
                 with self._lock:
                     if self._closed:
@@ -235,15 +241,17 @@ class Workers:
         for worker in self._workers:
             worker.close()
 
-    def _greet(self, worker: WorkerProcess) -> None:
+    def _greet(self, worker: WorkerProcess) -> bool:
+        """Whether it gets ready."""
         try:
             worker.greet(self._recipe)
         except Exception as error:
             if not self._closed:
                 logger.warning("a process that was to make programs did not start: %s", worker.last_words(error))
             self._lost()
-        else:
-            self._idle.put(worker)
+            return False
+        self._idle.put(worker)
+        return True
 
     def _lost(self) -> None:
         with self._lock:

@@ -365,6 +365,19 @@ def test_processes_start_once_the_first_is_ready(small: Any, fakes: SimpleNamesp
     assert fakes.killed == fakes.started and len(fakes.started) == 3
 
 
+def test_no_others_start_where_the_first_does_not_get_ready(
+    small: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec, weights = small
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with WorkerPool(spec, weights, StartupTimes(), workers=3) as pool:
+        pool.start(10)
+        workers: Any = pool._workers
+        with pytest.raises(WorkerError, match="all worker processes have ended"):
+            workers.lower(spec.layout, BLOCKS, spec.shapes.decode[0])
+    assert caplog.text.count("did not start: it ended with exit code 1") == len(workers._workers) == 1
+
+
 def test_nobody_waits_for_processes_that_no_thread_could_be_started_for(
     small: Any, fakes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
