@@ -65,7 +65,7 @@ class WorkerPool:
         self.close()
 
     def start(self, programs: int) -> None:
-        """Start processes for so many programs, unless there are some, or it is not worth it."""
+        """Start processes for so many programs, unless there are some, it is not worth it, or it has failed before."""
         count = min(self._most, programs)
         if self._workers is None and count and programs >= _WORTH_IT:
             logger.info("%d programs are made by %d processes", programs, count)
@@ -75,6 +75,7 @@ class WorkerPool:
                 self._workers = Workers(recipe, count, self._times)
             except Exception as error:
                 logger.warning("programs are made in this process, which is slower: no other was started: %s", error)
+                self._most = 0
 
     def lower(self, layout: KVLayout, num_blocks: int, shape: StepShape) -> jax.stages.Lowered:
         """Lower one program, as `lower_step`. One that a worker fails on is lowered here; the log says why.
@@ -169,7 +170,7 @@ class Workers:
         times: where to write down how long it took.
 
     Raises:
-        OSError, TypeError: if they cannot be started.
+        OSError, TypeError, RuntimeError: if they cannot be started.
     """
 
     def __init__(self, recipe: Recipe, count: int, times: StartupTimes):
@@ -178,7 +179,11 @@ class Workers:
         self._alive, self._lock = count, threading.Lock()
         self._closed = False
         self._workers = [WorkerProcess()]
-        threading.Thread(target=self._begin, args=(count - 1,), daemon=True).start()
+        try:
+            threading.Thread(target=self._begin, args=(count - 1,), daemon=True).start()
+        except BaseException:
+            self.close()
+            raise
 
     def _begin(self, others: int) -> None:
         """The first one has the cores for itself until it is ready: somebody waits for its program already.

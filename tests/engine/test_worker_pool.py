@@ -365,6 +365,22 @@ def test_processes_start_once_the_first_is_ready(small: Any, fakes: SimpleNamesp
     assert fakes.killed == fakes.started and len(fakes.started) == 3
 
 
+def test_where_none_can_be_started_is_told_once(
+    small: Any, fakes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Programs that are measured and those that follow both ask for processes."""
+
+    def no_thread(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with WorkerPool(*small, StartupTimes(), workers=3) as pool, monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        pool.start(10)
+        pool.start(10)
+    assert caplog.text.count("no other was started: can't start new thread") == 1
+    assert len(fakes.started) == 1 and fakes.killed == fakes.started
+
+
 def test_no_others_start_where_the_first_does_not_get_ready(
     small: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
