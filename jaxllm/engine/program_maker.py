@@ -59,7 +59,7 @@ class ProgramMaker:
             self._pool.start(len(shapes) + then)
         self._threads = ThreadPoolExecutor(len(shapes))
         for shape in sorted(shapes, key=lambda shape: shape.decode, reverse=True):
-            here = not compiled_by_workers(self._spec, shape)
+            here = not self._compiled_elsewhere(shape)
             self._early[num_blocks, shape] = self._threads.submit(self._compile, num_blocks, shape, here)
 
     def make(self, num_blocks: int, shape: StepShape) -> jax.stages.Compiled:
@@ -94,4 +94,8 @@ class ProgramMaker:
         """Fused layers have four to six kernels instead of two or three, at about a second each to lower."""
         spec = self._spec
         fused = small_batch.fits(spec.attention, spec.run_time, spec.layout, shape.rows, spec.dtype)
-        return not compiled_by_workers(spec, shape), shape.decode and fused
+        return not self._compiled_elsewhere(shape), shape.decode and fused
+
+    def _compiled_elsewhere(self, shape: StepShape) -> bool:
+        """Of several GPUs, and where there are no workers, everything is compiled here."""
+        return self._pool.compiles and compiled_by_workers(self._spec, shape)

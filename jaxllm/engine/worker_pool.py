@@ -64,6 +64,11 @@ class WorkerPool:
             self.give_up()
         self.close()
 
+    @property
+    def compiles(self) -> bool:
+        """Whether there are processes, and they compile."""
+        return self._workers is not None and self._compiling
+
     def start(self, programs: int) -> None:
         """Start processes for so many programs, unless there are some, it is not worth it, or it has failed before."""
         count = min(self._most, programs)

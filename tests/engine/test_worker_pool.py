@@ -294,9 +294,9 @@ def test_no_process_is_started_for_programs_that_are_kept(
     assert started == [0, 1, len(others), len(others) + 1]
 
 
-@pytest.mark.parametrize("workers_compile", [False, True])
+@pytest.mark.parametrize(("autotuned", "workers_compile"), [(True, True), (False, True), (False, False)])
 def test_what_is_measured_is_made_while_weights_are_loaded(
-    workers_compile: bool, small: Any, monkeypatch: pytest.MonkeyPatch
+    autotuned: bool, workers_compile: bool, small: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec, weights = small
     made: list[tuple[int, StepShape]] = []
@@ -311,7 +311,8 @@ def test_what_is_measured_is_made_while_weights_are_loaded(
         return f"{shape.name} for {num_blocks} blocks"
 
     monkeypatch.setattr(program_maker, "compile_step", fake)
-    monkeypatch.setattr(program_maker, "compiled_by_workers", lambda spec, shape: workers_compile)
+    monkeypatch.setattr(program_maker, "compiled_by_workers", lambda spec, shape: not autotuned)
+    monkeypatch.setattr(WorkerPool, "compiles", workers_compile, raising=False)
     monkeypatch.setattr(RunnerSpec, "platform", "gpu")
     shapes = spec.shapes.all()[:2]
     with ProgramMaker(spec, weights, StartupTimes()) as maker:
@@ -324,7 +325,7 @@ def test_what_is_measured_is_made_while_weights_are_loaded(
         f"{s.name} for {n} blocks" for n, s in ((BLOCKS, shapes[0]), (BLOCKS, shapes[1]), (5, shapes[0]))
     ]
     # Worker processes help with those that follow, and with the others if they compile them alone.
-    assert len(made) == 3 and here == [*[not workers_compile] * 2, False]
+    assert len(made) == 3 and here == [*[autotuned or not workers_compile] * 2, False]
 
 
 @pytest.fixture
@@ -379,6 +380,18 @@ def test_where_none_can_be_started_is_told_once(
         pool.start(10)
     assert caplog.text.count("no other was started: can't start new thread") == 1
     assert len(fakes.started) == 1 and fakes.killed == fakes.started
+
+
+def test_workers_do_not_compile_for_several_gpus(
+    small: Any, fakes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fakes.ready.set()
+    for can_compile in (True, False):
+        monkeypatch.setattr(Recipe, "can_compile", can_compile)
+        with WorkerPool(*small, StartupTimes(), workers=3) as pool:
+            assert not pool.compiles
+            pool.start(10)
+            assert pool.compiles == can_compile
 
 
 def test_no_others_start_where_the_first_does_not_get_ready(
