@@ -23,6 +23,12 @@ def executables_folder() -> Path | None:
     return Path(chosen) / "jaxllm-programs"
 
 
+def only_jax_keeps_programs() -> bool:
+    """Whether the process has a compilation cache, but one that `executables_folder` cannot be in (in a bucket)."""
+    chosen, enabled = jax.config.jax_compilation_cache_dir, jax.config.jax_enable_compilation_cache
+    return chosen is not None and enabled and executables_folder() is None
+
+
 def enable(folder: Path | None = None) -> Path | None:
     """Keep compiled programs in `folder`, so that the next start with the same shapes compiles nothing.
 

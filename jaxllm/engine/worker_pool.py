@@ -9,6 +9,7 @@ import threading
 import jax
 
 from jaxllm.cache.kv_array import KVLayout
+from jaxllm.engine.compilation_cache import only_jax_keeps_programs
 from jaxllm.engine.lowering import Recipe, lower_exported, lower_step
 from jaxllm.engine.program_worker import Task
 from jaxllm.engine.spec import RunnerSpec
@@ -76,7 +77,8 @@ class WorkerPool:
             logger.info("%d programs are made by %d processes", programs, count)
             try:
                 recipe = Recipe.of(self._spec, self._weights)
-                self._compiling = self._compiling and recipe.can_compile
+                # JAX's cache knows what this process compiles, not what workers do.
+                self._compiling = self._compiling and recipe.can_compile and not only_jax_keeps_programs()
                 self._workers = Workers(recipe, count, self._times)
             except Exception as error:
                 logger.warning("programs are made in this process, which is slower: no other was started: %s", error)

@@ -394,6 +394,22 @@ def test_workers_do_not_compile_for_several_gpus(
             assert pool.compiles == can_compile
 
 
+def test_workers_do_not_compile_what_only_jax_would_keep(small: Any, fakes: SimpleNamespace) -> None:
+    """Programs are files beside JAX's cache, but not in a bucket: the next start would find nothing."""
+    fakes.ready.set()
+    former = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", "gs://bucket/programs")
+    try:
+        for enabled in (True, False):
+            jax.config.update("jax_enable_compilation_cache", enabled)
+            with WorkerPool(*small, StartupTimes(), workers=3) as pool:
+                pool.start(10)
+                assert pool.compiles != enabled
+    finally:
+        jax.config.update("jax_compilation_cache_dir", former)
+        jax.config.update("jax_enable_compilation_cache", True)
+
+
 def test_no_others_start_where_the_first_does_not_get_ready(
     small: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
