@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 from typing import Any
 
 from jaxllm.engine.program_worker import READY
@@ -13,13 +14,19 @@ from jaxllm.engine.program_worker import READY
 _ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "JAX_PLATFORM_NAME": "", "CUDA_VISIBLE_DEVICES": ""}
 """These processes take no memory of a GPU, whichever way the user asked for one."""
 
+try:
+    _FOLDER = Path.cwd()
+except OSError:  # it was deleted, and nothing is found by a relative path
+    _FOLDER = Path()
+"""Where this package was found by a relative path, if it was; programs and notebooks go elsewhere later."""
+
 
 class WorkerProcess:
     """One process of `jaxllm.engine.program_worker` and the pipes to it."""
 
     def __init__(self) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `close`)
-        path = os.pathsep.join(entry for entry in sys.path if isinstance(entry, str))
+        path = os.pathsep.join(str(_FOLDER / entry) for entry in sys.path if isinstance(entry, str))
         environment = os.environ | _ENVIRONMENT | {"PYTHONPATH": path}
         # Not by `multiprocessing`, whose processes import the user's script once more. -P: what is importable there is
         # what is here, and no file of the working folder beside.

@@ -135,6 +135,19 @@ def test_errors_of_a_worker_are_told_and_it_goes_on(small: Any, pool: WorkerPool
     assert pool._workers.lower(spec.layout, BLOCKS, shape)
 
 
+def test_a_worker_imports_what_this_process_has(small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a notebook, which finds modules in its working folder, has gone elsewhere since."""
+    spec, weights = small
+    (tmp_path / "jaxllm").mkdir()
+    (tmp_path / "jaxllm" / "__init__.py").write_text("raise ImportError('of another version')\n")
+    monkeypatch.setattr("sys.path", ["", *sys.path])
+    monkeypatch.chdir(tmp_path)
+    with WorkerPool(spec, weights, StartupTimes(), workers=1) as pool:
+        pool.start(10)
+        assert pool._workers is not None
+        assert pool._workers.lower(spec.layout, BLOCKS, spec.shapes.decode[0])
+
+
 def test_what_a_dead_worker_does_not_lower_is_lowered_here(
     small: Any, pool: WorkerPool, caplog: pytest.LogCaptureFixture
 ) -> None:
