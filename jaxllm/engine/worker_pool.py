@@ -4,6 +4,7 @@ import logging
 import os
 import pickle
 import queue
+import sys
 import threading
 
 import jax
@@ -153,6 +154,8 @@ def worker_count(spec: RunnerSpec) -> int:
         reason = "logits processors are functions, which cannot be sent to another process"
     elif jax.process_count() > 1:
         reason = "there are several processes already"
+    elif getattr(sys, "frozen", False):
+        reason = "this is a frozen program, which would start once more instead of Python"
     elif not jax.config.jax_use_shardy_partitioner:
         reason = "JAX cannot take shardings from another process where jax_use_shardy_partitioner is off"
     elif cores < _FEWEST_CORES:

@@ -291,6 +291,15 @@ def test_no_process_is_started_where_jax_cannot_call_what_it_lowers(
     assert "programs are made in this process: " in caplog.text and "jax_use_shardy_partitioner" in caplog.text
 
 
+def test_a_frozen_program_is_not_started_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By PyInstaller and the like: `sys.executable` is the program itself, which would never read its pipe."""
+    monkeypatch.setattr(worker_pool, "usable_cores", lambda: 16)
+    spec: Any = SimpleNamespace(platform="gpu", config=SimpleNamespace(enforce_eager=False), processors=())
+    assert worker_count(spec) == 12
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    assert worker_count(spec) == 0
+
+
 def test_no_process_is_started_for_programs_that_are_kept(
     small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
