@@ -41,8 +41,8 @@ class WorkerPool:
 
     XLA and Mosaic, which compiles Pallas kernels, set different options of LLVM under one lock of their process: so
     threads that compile wait for one another most of the time, where processes do not. But workers have none of the
-    engine's devices, and cannot try there which of several kernels is the fastest: what XLA is to autotune they only
-    lower, and it is compiled in this process.
+    engine's devices, and cannot try there which of several kernels is the fastest: what `compiled_by_workers` leaves
+    out they only lower, and it is compiled in this process. So is everything where `compiles` is false.
 
     Args:
         spec: of the engine.
@@ -106,7 +106,7 @@ class WorkerPool:
         return lower_step(*arguments, times=self._times)
 
     def compile(self, layout: KVLayout, num_blocks: int, shape: StepShape) -> bytes | None:
-        """Compile one program that is not `autotuned`, for `executables.from_bytes`.
+        """Compile one program, one that `compiled_by_workers` says, for `executables.from_bytes`.
 
         Returns:
             None where no worker can, which the log explains where one failed.
@@ -122,7 +122,7 @@ class WorkerPool:
             return None
 
     def stop_compiling(self, reason: str) -> None:
-        """From now on workers only lower, since what they compile is of no use."""
+        """Workers only lower what they are asked for from now on, since what they compile is of no use."""
         with self._lock:
             told, self._compiling = not self._compiling, False
         if not told:
