@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 MOST_WORKERS = 12
 """Each takes about a GiB of host memory."""
 _FEWEST_CORES = 4
+_READY_SECONDS = 300.0
+"""Until then it has imported all it needs, from whatever disk; what has not is no Python, or hangs."""
 _WORTH_IT = 3
 """Programs from which on it is worth starting processes: each takes some seconds to import what it needs."""
 
@@ -257,14 +259,19 @@ class Workers:
             worker.close()
 
     def _greet(self, worker: WorkerProcess) -> bool:
-        """Whether it gets ready."""
+        """Whether it gets ready in time."""
+        timer = threading.Timer(_READY_SECONDS, worker.kill)
+        timer.daemon = True
         try:
+            timer.start()
             worker.greet(self._recipe)
         except Exception as error:
             if not self._closed:
                 logger.warning("a process that was to make programs did not start: %s", worker.last_words(error))
             self._lost()
             return False
+        finally:
+            timer.cancel()
         self._idle.put(worker)
         return True
 

@@ -256,6 +256,20 @@ def test_a_worker_ends_with_its_input(pool: WorkerPool) -> None:
     assert worker._process.wait(timeout=60) == 0
 
 
+def test_a_process_that_is_no_python_is_not_waited_for(
+    small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as a program that Python is embedded in, which `sys.executable` names."""
+    (other := tmp_path / "other").write_text("#!/bin/sh\nexec sleep 600\n")
+    other.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(other))
+    monkeypatch.setattr(worker_pool, "_READY_SECONDS", 0.2)
+    with WorkerPool(*small, StartupTimes(), workers=2) as pool, caplog.at_level(logging.WARNING):
+        pool.start(10)
+        assert pool.lower(small[0].layout, BLOCKS, small[0].shapes.decode[0])
+    assert "a process that was to make programs did not start" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("platform", "eager", "processors", "cores", "count"),
     [("gpu", False, (), 16, 12), ("gpu", False, (), 6, 4), ("gpu", False, (), 3, 0), ("cpu", False, (), 16, 0),
