@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM, SamplingParams
+from jaxllm.engine.prompts import prompt_token_ids
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -103,6 +104,7 @@ def test_steps_are_logged_for_machines(small_llm: LLM, tmp_path: Path) -> None:
         ([], ValueError, "empty"),
         ([5, 10**6], ValueError, "token id 1000000.*0 to 390"),
         ([-1], ValueError, "token id -1"),
+        ([5, 2**70], ValueError, f"token id {2**70}"),
         (3, TypeError, "text or a list of token ids"),
         ([1.5, 2], TypeError, "text or a list of token ids"),
         (b"abc", TypeError, "text or a list of token ids"),
@@ -137,6 +139,16 @@ def test_arrays_of_every_kind_are_prompts(small_llm: LLM) -> None:
     ):  # fmt: skip
         outputs = small_llm.generate(prompts, GREEDY, use_tqdm=False)
         assert [o.outputs[0].token_ids for o in outputs] == expected
+
+
+def test_a_good_prompt_is_not_written_out() -> None:
+    """For an error that there is none of: it took most of the time in which thousands of ids are checked."""
+
+    class Prompt(list[int]):
+        def __repr__(self) -> str:
+            raise AssertionError("written out")
+
+    assert prompt_token_ids(Prompt([5, 6])) == [5, 6]
 
 
 @pytest.mark.parametrize("prompts", [b"abc", {"prompt": "x"}, {1, 2}, 5, None])

@@ -51,20 +51,20 @@ def prompt_token_ids(prompt: Any) -> list[int]:
     Raises:
         TypeError: if `prompt` is no list or one-dimensional array of integers.
     """
-    wrong = TypeError(f"a prompt must be text or a list of token ids, not {prompt!r:.80}")
-    if isinstance(prompt, bytes | bytearray | Mapping | Set) or not isinstance(prompt, Iterable):
-        raise wrong
+    token_ids = None
     if hasattr(prompt, "__array__"):
         array = np.asarray(prompt)
-        if array.ndim != 1 or not (array.size == 0 or np.issubdtype(array.dtype, np.integer)):
-            raise wrong
-        return [int(token) for token in array.tolist()]
-    items = list(prompt)
-    if set(map(type, items)) <= {int}:  # the usual case, at a fiftieth of the price: prompts have thousands of tokens
-        return items
-    if not all(_is_integer(item) for item in items):
-        raise wrong
-    return [operator.index(item) for item in items]
+        if array.ndim == 1 and (array.size == 0 or np.issubdtype(array.dtype, np.integer)):
+            token_ids = [int(token) for token in array.tolist()]
+    elif isinstance(prompt, Iterable) and not isinstance(prompt, bytes | bytearray | Mapping | Set):
+        items = list(prompt)
+        if set(map(type, items)) <= {int}:  # the usual case, at a fiftieth of the price: prompts have thousands
+            token_ids = items
+        elif all(_is_integer(item) for item in items):
+            token_ids = [operator.index(item) for item in items]
+    if token_ids is None:
+        raise TypeError(f"a prompt must be text or a list of token ids, not {prompt!r:.80}")
+    return token_ids
 
 
 def _is_integer(item: Any) -> bool:
