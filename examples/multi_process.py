@@ -10,18 +10,33 @@ import sys
 import jax
 
 from jaxllm import LLM, SamplingParams
+from jaxllm.checkpoint import resolve
+from jaxllm.models.params import tensor_parallel_sizes
 from jaxllm.parallel import distributed
 
 COORDINATOR = "localhost:12355"
 
 
 def work(model: str, count: int, index: int) -> None:
-    """One of `count` processes with one device each. All make the same calls; the prompts of process 0 count."""
+    """One of `count` processes with one device each. All make the same calls; the prompts of process 0 count.
+
+    The model is divided among as many devices as it can be; where that is not all of them, there are replicas of it.
+    """
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 1)
     distributed.start(COORDINATOR, count, index)
-    mesh = jax.make_mesh((jax.device_count(),), ("tensor",))
-    llm = LLM(model, mesh=mesh, max_num_seqs=4, max_model_len=512, num_kvcache_blocks=64, enforce_eager=True)
+    size = max(n for n in tensor_parallel_sizes(resolve(model).config) if count % n == 0)
+    mesh = jax.make_mesh((count // size, size), ("replica", "tensor"))
+    llm = LLM(
+        model,
+        mesh=mesh,
+        tensor_axis="tensor",
+        data_axis="replica",
+        max_num_seqs=4,
+        max_model_len=512,
+        num_kvcache_blocks=64,
+        enforce_eager=True,
+    )
     prompts = ["The sea is", "Once upon a time"] if index == 0 else []
     for output in llm.generate(prompts, SamplingParams(temperature=0, max_tokens=20), use_tqdm=False):
         if index == 0:

@@ -47,6 +47,15 @@ def test_serving_under_a_mesh_and_over_processes(run: Callable[..., str], tiny: 
     assert "(replica 2, model 4), tensor axis 'model'" in one
 
 
+def test_processes_that_do_not_divide_the_model_hold_replicas(
+    run: Callable[..., str], tiny: Callable[..., Path]
+) -> None:
+    """As with two processes and the demo model, which has an odd number of heads."""
+    folder = tiny(num_hidden_layers=1, num_attention_heads=3, num_key_value_heads=3)
+    printed = run("multi_process.py", str(folder), "2")
+    assert "'The sea is' -> " in printed and "'Once upon a time' -> " in printed
+
+
 def test_comparison_with_pytorch(run: Callable[..., str]) -> None:
     pytest.importorskip("torch")
     printed = run("compare_with_pytorch.py")
