@@ -110,8 +110,6 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
 
 def set_up_logging(verbose: bool) -> None:
     """Log to standard error; only warnings unless `verbose`."""
-    # Transformers advises everybody without PyTorch to install it; here it only reads tokenizers.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that lacks a character does not end the text
     logging.basicConfig(

@@ -1,8 +1,10 @@
 """Tokenizers: those of a checkpoint folder through AutoTokenizer, those of .gguf files from their metadata."""
 
+import contextlib
 import functools
 import logging
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,7 @@ def load_tokenizer(path: Path) -> Any:
     Raises CheckpointError where there is no tokenizer or transformers cannot read it.
     """
     try:
-        with _READING:
+        with _READING, _no_advice_about_pytorch():
             return _from_gguf(path) if path.suffix == ".gguf" and path.is_file() else _from_folder(path)
     except CheckpointError:
         raise
@@ -52,6 +54,21 @@ def load_tokenizer(path: Path) -> Any:
             f"the tokenizer in {path} cannot be read ({type(error).__name__}: {error}): fetch its files again, or "
             f"install the package that the message names"
         ) from error
+
+
+@contextlib.contextmanager
+def _no_advice_about_pytorch() -> Iterator[None]:
+    """When transformers is imported, it advises everybody without PyTorch to install it; tokenizers do not need it."""
+
+    def wanted(record: logging.LogRecord) -> bool:
+        return "PyTorch was not found" not in record.getMessage()
+
+    transformers_logger = logging.getLogger("transformers")
+    transformers_logger.addFilter(wanted)
+    try:
+        yield
+    finally:
+        transformers_logger.removeFilter(wanted)
 
 
 def _from_folder(path: Path) -> Any:

@@ -1,6 +1,8 @@
 """Reading tokenizers: damaged files, and which token ids they know."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -60,3 +62,19 @@ def test_a_damaged_file_is_not_remembered(tmp_path: Path) -> None:
         load_tokenizer(folder)
     (folder / "tokenizer.json").write_text(good)
     assert len(load_tokenizer(folder)) == len(byte_level_tokenizer())
+
+
+def test_nobody_is_advised_to_install_pytorch(tmp_path: Path) -> None:
+    """transformers says so to programs without it, when it is imported."""
+    script = "import sys; from pathlib import Path; sys.modules['torch'] = None; "
+    load = "from jaxllm.checkpoint.tokenizer import load_tokenizer; load_tokenizer(Path(sys.argv[1]))"
+    byte_level_tokenizer().save_pretrained(tmp_path)
+
+    def said(code: str) -> str:
+        command = [sys.executable, "-c", script + code, str(tmp_path)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stderr
+
+    assert "PyTorch was not found" in said("import transformers")
+    assert said(load) == ""
