@@ -115,6 +115,7 @@ def set_up_logging(verbose: bool) -> None:
     logging.basicConfig(
         level=logging.INFO if verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
     )
+    logging.getLogger("huggingface_hub").propagate = False  # it prints its messages itself; ours would be the second
 
 
 @contextlib.contextmanager
