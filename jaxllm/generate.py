@@ -25,6 +25,8 @@ EPILOG = """examples:
   python -m jaxllm.generate --file prompts.txt --lines --json > answers.json
   echo "The sea is" | python -m jaxllm.generate --max-tokens 20
 
+Unless told otherwise a step has room for as many requests as there are prompts (--max-num-seqs), and programs are
+always compiled when they are first needed (--enforce-eager): a command that ends compiles only what it uses.
 exit codes: 0 done; 1 some prompts could not be served; 2 wrong usage, model or input; 130 interrupted"""
 
 
@@ -67,8 +69,7 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     """The prompts of the command line.
 
     Raises:
-        ValueError: if there is none, or more than one source.
-        OSError: if the file cannot be read.
+        ValueError: if there is none, more than one source, or a file that cannot be read.
     """
     if args.prompts and args.file:
         raise ValueError("give prompts as arguments or with --file, not both")
@@ -88,6 +89,8 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
         text = sys.stdin.read() if from_stdin else args.file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{name} is not UTF-8 text ({error.reason} at byte {error.start})") from None
+    except OSError as error:
+        raise ValueError(f"--file {name} cannot be read: {error.strerror}") from None
     prompts = [line for line in text.split("\n") if line.strip()] if args.lines else [text.rstrip("\n")]
     if not any(prompts):
         raise ValueError(f"no prompt in {name}: it is empty")
@@ -106,6 +109,9 @@ def _run(args: argparse.Namespace) -> int:
     params = cli.sampling_params(args)
     if args.memory_report is not None and args.memory_report != Path("-"):
         check_picture(args.memory_report)
+        _check_writable("--memory-report", args.memory_report)
+    if args.stats_file is not None:
+        _check_writable("--stats-file", args.stats_file)
     prompts = read_prompts(args)
     if args.model is None:
         print("no --model given: using the demo model SmolLM2-135M-Instruct", file=sys.stderr)
@@ -146,6 +152,17 @@ def _run(args: argparse.Namespace) -> int:
     for index, error in errors:
         print(f"error: prompt {index}: {error}", file=sys.stderr)
     return cli.FAILED if errors else cli.OK
+
+
+def _check_writable(option: str, path: Path) -> None:
+    """Before the model is loaded, which takes a while; what the file holds stays until something is written."""
+    try:
+        with path.open("a"):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"{option} {path} cannot be written: {error.strerror}; name a file in a folder that exists"
+        ) from None
 
 
 def _engine_options(args: argparse.Namespace, num_prompts: int) -> dict[str, Any]:

@@ -101,7 +101,9 @@ def test_a_prompt_too_long_is_reported_and_the_others_are_served(
     [
         (["--temperature", "-1", "x"], "temperature must be"),
         (["--model", "/nowhere/at-all", "x"], "/nowhere/at-all"),
-        (["--file", "/nowhere/prompt.txt"], "/nowhere/prompt.txt"),
+        (["--file", "/nowhere/prompt.txt"], "--file /nowhere/prompt.txt cannot be read: No such file"),
+        (["--stats-file", "/nowhere/steps.jsonl", "x"], "--stats-file /nowhere/steps.jsonl cannot be written: No such"),
+        (["x", "--memory-report", "/nowhere/memory.svg"], "--memory-report /nowhere/memory.svg cannot be written"),
         (["--max-num-seqs", "0", "x"], "max_num_seqs must be at least 1; got 0"),
         (["a", "--file", "b"], "not both"),
         (["--system", "Be short.", "x"], "add --chat"),
