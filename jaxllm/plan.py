@@ -52,7 +52,10 @@ def load_config(model: str) -> ModelConfig:
         return resolve(model).config
     if not path.is_file():
         if not _HUB_ID.fullmatch(model) or path.name == "config.json":
-            raise ValueError(f"model {model!r}: {path} does not exist; give a folder with config.json, or a hub id")
+            raise ValueError(
+                f"model {model!r}: {path} does not exist; give a folder with config.json, "
+                "a .gguf file, a hub id (owner/name), or smollm2"
+            )
         path = _hub_config(model)
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -141,7 +144,9 @@ def text(made: Plan) -> str:
 def make_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = cli.parser("plan", DESCRIPTION, EPILOG)
-    parser.add_argument("config", nargs="?", metavar="MODEL", help="folder, config.json, .gguf file, or hub id")
+    parser.add_argument(
+        "config", nargs="?", metavar="MODEL", help="folder, config.json, .gguf file, hub id, or smollm2"
+    )
     parser.add_argument("--model", help="the same, as an option")
     card = parser.add_argument_group("card")
     card.add_argument("--device", metavar="NAME", help=f"one of {', '.join(CARDS)}")
@@ -183,7 +188,7 @@ def scenario_of(args: argparse.Namespace) -> Scenario:
         ValueError: if the model or the card is missing, unknown or given twice, or an option is out of range.
     """
     if (args.config is None) == (args.model is None):
-        raise ValueError("give one model: a folder with config.json, or a hub id")
+        raise ValueError("give one model: a folder with config.json, a .gguf file, a hub id, or smollm2")
     if (args.device is None) == (args.device_memory is None):
         raise ValueError("give the card with either --device NAME or --device-memory SIZE")
     config = EngineConfig(**{name: getattr(args, name) for name in ENGINE_OPTIONS})

@@ -250,7 +250,9 @@ def test_what_contradicts_the_mesh(folder: Path, config: ModelConfig) -> None:
         LLM(str(folder), mesh=mesh, **OPTIONS | {"tensor_parallel_size": 2})
     with pytest.raises(ValueError, match=r"data_parallel_size=2, but data_axis=None of the mesh.*'data' of 2"):
         LLM(str(folder), mesh=mesh, **OPTIONS | {"data_parallel_size": 2})
-    with pytest.raises(ValueError, match=r"takes 12 devices, but there are 8 cpu .*up to 2 replicas would do"):
+    with pytest.raises(
+        ValueError, match=r"takes 12 devices, but there are 8 cpu .*data_parallel_size can be at most 2"
+    ):
         LLM(str(folder), **OPTIONS | {"data_parallel_size": 3, "tensor_parallel_size": 4})
     with pytest.raises(ValueError, match="data_parallel_size must be at least 1; got 0"):
         LLM(str(folder), **OPTIONS | {"data_parallel_size": 0})

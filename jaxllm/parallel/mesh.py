@@ -26,14 +26,15 @@ def make_mesh(
     if tensor_parallel_size > len(devices):
         raise ValueError(
             f"tensor_parallel_size={tensor_parallel_size}, but there are {len(devices)} {devices[0].platform} "
-            "device(s). On a CPU, XLA_FLAGS=--xla_force_host_platform_device_count=N makes N"
+            "device(s). On a CPU, XLA_FLAGS=--xla_force_host_platform_device_count=N makes N devices"
         )
     count = tensor_parallel_size * data_parallel_size
     if count > len(devices):
         raise ValueError(
             f"data_parallel_size={data_parallel_size} with tensor_parallel_size={tensor_parallel_size} takes {count} "
             f"devices, but there are {len(devices)} {devices[0].platform} device(s): with this "
-            f"tensor_parallel_size, up to {len(devices) // tensor_parallel_size} replicas would do"
+            f"tensor_parallel_size, data_parallel_size can be at most {len(devices) // tensor_parallel_size}. "
+            "On a CPU, XLA_FLAGS=--xla_force_host_platform_device_count=N makes N devices"
         )
     grid = np.asarray(devices[:count]).reshape(data_parallel_size, tensor_parallel_size)
     return Mesh(grid, (DATA, TENSOR), axis_types=(AxisType.Auto, AxisType.Auto))
