@@ -41,6 +41,9 @@ def make_parser() -> argparse.ArgumentParser:
     source.add_argument("--file", type=Path, help="read the prompt from a file; - is standard input")
     source.add_argument("--lines", action="store_true", help="every line of the file or standard input is a prompt")
     source.add_argument("--chat", action="store_true", help="put each prompt into the model's chat template")
+    source.add_argument(
+        "--chat-template", type=Path, metavar="FILE", help="Jinja template to use in place of the tokenizer's own"
+    )
     source.add_argument("--system", metavar="TEXT", help="system message of the chat")
     source.add_argument(
         "--no-thinking", action="store_true", help="tell the chat template enable_thinking=False (Qwen3)"
@@ -73,8 +76,8 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     """
     if args.prompts and args.file:
         raise ValueError("give prompts as arguments or with --file, not both")
-    if not args.chat and (args.system or args.no_thinking):
-        raise ValueError("--system and --no-thinking are for the chat template; add --chat")
+    if not args.chat and (args.system or args.no_thinking or args.chat_template):
+        raise ValueError("--system, --no-thinking and --chat-template are for chats; add --chat")
     if args.prompts:
         if args.lines:
             raise ValueError("--lines is for --file and standard input; prompts given as arguments are not split")
@@ -85,16 +88,26 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     if args.file is None and sys.stdin.isatty():
         raise ValueError("no prompt; give one as an argument, with --file, or on standard input")
     name = "standard input" if from_stdin else str(args.file)
-    try:
-        text = sys.stdin.read() if from_stdin else args.file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{name} is not UTF-8 text ({error.reason} at byte {error.start})") from None
-    except OSError as error:
-        raise ValueError(f"--file {name} cannot be read: {error.strerror}") from None
+    text = _decoded(name, sys.stdin.buffer.read()) if from_stdin else _read("--file", args.file)
     prompts = [line for line in text.split("\n") if line.strip()] if args.lines else [text.rstrip("\n")]
     if not any(prompts):
         raise ValueError(f"no prompt in {name}: it is empty")
     return prompts
+
+
+def _read(option: str, path: Path) -> str:
+    try:
+        return _decoded(str(path), path.read_bytes())
+    except OSError as error:
+        raise ValueError(f"{option} {path} cannot be read: {error.strerror}") from None
+
+
+def _decoded(name: str, data: bytes) -> str:
+    """As UTF-8, whatever the locale, and lines ending in any way."""
+    try:
+        return data.decode().replace("\r\n", "\n").replace("\r", "\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not UTF-8 text ({error.reason} at byte {error.start})") from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -113,6 +126,9 @@ def _run(args: argparse.Namespace) -> int:
     if args.stats_file is not None:
         _check_writable("--stats-file", args.stats_file)
     prompts = read_prompts(args)
+    template_args: dict[str, Any] = {"enable_thinking": False} if args.no_thinking else {}
+    if args.chat_template is not None:
+        template_args["chat_template"] = _read("--chat-template", args.chat_template)
     if args.model is None:
         print("no --model given: using the demo model SmolLM2-135M-Instruct", file=sys.stderr)
 
@@ -126,7 +142,6 @@ def _run(args: argparse.Namespace) -> int:
     inputs: list[Any] = list(prompts)
     if args.chat:
         system = [{"role": "system", "content": args.system}] if args.system else []
-        template_args = {"enable_thinking": False} if args.no_thinking else {}
         inputs = [
             llm.chat_prompt([*system, {"role": "user", "content": prompt}], **template_args) for prompt in prompts
         ]
@@ -147,7 +162,8 @@ def _run(args: argparse.Namespace) -> int:
         if len(prompts) > 1:
             for prompt, output in zip(prompts, outputs, strict=True):
                 print(f"=== {prompt}\n{output.outputs[0].text}")
-        print(_line(summary), file=sys.stderr)
+        if not all(output.error for output in outputs):
+            print(_line(summary), file=sys.stderr)
     errors = [(index, output.error) for index, output in enumerate(outputs) if output.error]
     for index, error in errors:
         print(f"error: prompt {index}: {error}", file=sys.stderr)
@@ -156,9 +172,12 @@ def _run(args: argparse.Namespace) -> int:
 
 def _check_writable(option: str, path: Path) -> None:
     """Before the model is loaded, which takes a while; what the file holds stays until something is written."""
+    new = not path.exists()
     try:
         with path.open("a"):
             pass
+        if new:
+            path.unlink()
     except OSError as error:
         raise ValueError(
             f"{option} {path} cannot be written: {error.strerror}; name a file in a folder that exists"
@@ -180,7 +199,8 @@ def _stream(llm: Any, inputs: list[Any], params: Any) -> Any:
     for delta in llm.stream(inputs, params, on_error="return"):
         print(delta.text, end="", flush=True)
         output = delta.output or output
-    print()
+    if output is None or not output.error:
+        print()
     return output
 
 

@@ -73,11 +73,21 @@ def test_prompts_from_a_file_and_standard_input(
 
     assert prompts("--file", str(file)) == ["first line\n\nsecond line"]
     assert prompts("--file", str(file), "--lines") == ["first line", "second line"]
-    monkeypatch.setattr("sys.stdin", io.StringIO("from a pipe\n"))
-    assert prompts() == ["from a pipe"]
+    # As under the C locale, where Python would make surrogates of what is not ASCII.
+    pipe = io.TextIOWrapper(io.BytesIO("from a pïpe\r\n".encode()), encoding="ascii", errors="surrogateescape")
+    monkeypatch.setattr("sys.stdin", pipe)
+    assert prompts() == ["from a pïpe"]
 
 
-def test_chat_uses_the_template(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_standard_input_that_is_no_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pipe = io.TextIOWrapper(io.BytesIO(b"a\xff"), encoding="ascii", errors="surrogateescape")
+    monkeypatch.setattr("sys.stdin", pipe)
+    with pytest.raises(SystemExit, match="2"):
+        main(["--model", "/nowhere"])
+    assert "standard input is not UTF-8 text (invalid start byte at byte 1)" in capsys.readouterr().err
+
+
+def test_chat_uses_the_template(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def prompt_tokens(*arguments: str) -> int:
         assert main(["--model", model, *OPTIONS, "--json", *arguments, "hello"]) == 0
         return json.loads(capsys.readouterr().out)["prompt_tokens"]
@@ -85,6 +95,9 @@ def test_chat_uses_the_template(model: str, capsys: pytest.CaptureFixture[str]) 
     plain, chat = prompt_tokens(), prompt_tokens("--chat")
     assert plain < chat < prompt_tokens("--chat", "--no-thinking")
     assert chat < prompt_tokens("--chat", "--system", "Be short.")
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages[0]['content'] }}")
+    assert prompt_tokens("--chat", "--chat-template", str(template)) == plain
 
 
 def test_a_prompt_too_long_is_reported_and_the_others_are_served(
@@ -94,6 +107,9 @@ def test_a_prompt_too_long_is_reported_and_the_others_are_served(
     out, err = capsys.readouterr()
     assert "error: prompt 1:" in err and "max_model_len" in err
     assert out.startswith("=== fine\n")
+    assert main(["--model", model, *OPTIONS, "x" * 400]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.splitlines()[-1].startswith("error: prompt 0: the prompt has ") and "tokens/s" not in err
 
 
 @pytest.mark.parametrize(
@@ -108,6 +124,8 @@ def test_a_prompt_too_long_is_reported_and_the_others_are_served(
         (["a", "--file", "b"], "not both"),
         (["--system", "Be short.", "x"], "add --chat"),
         (["--no-thinking", "x"], "add --chat"),
+        (["--chat-template", "y", "x"], "add --chat"),
+        (["--chat", "--chat-template", "/nowhere/t", "x"], "--chat-template /nowhere/t cannot be read: No such file"),
         (["--lines", "x"], "--lines is for --file"),
         (["--file", sys.executable], "is not UTF-8 text"),
     ],

@@ -100,14 +100,14 @@ class Scheduler:
             raise ValueError(f"{name} is {request.status.value}; make a new Request to run the prompt again")
         if length >= self.max_model_len:
             raise ValueError(
-                f"{name}: the prompt has {length} tokens, at most {self.max_model_len - 1} leave room for one new "
+                f"the prompt has {length} tokens, at most {self.max_model_len - 1} leave room for one new "
                 f"token within max_model_len {self.max_model_len}; shorten the prompt or raise max_model_len"
             )
         needed, available = -(-length // self.block_size), self._pool_blocks
         if needed > available:
             cache = "the whole cache" if len(self._replicas) == 1 else "the whole cache of a replica"
             raise ValueError(
-                f"{name}: the prompt of {length} tokens needs {needed} KV-cache blocks of {self.block_size} tokens, "
+                f"the prompt of {length} tokens needs {needed} KV-cache blocks of {self.block_size} tokens, "
                 f"{cache} has {available} ({available * self.block_size} tokens); shorten the prompt or raise "
                 "num_kvcache_blocks"
             )

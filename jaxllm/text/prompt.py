@@ -51,8 +51,8 @@ def apply_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], /, **templ
     template = template_args.get("chat_template") or getattr(tokenizer, "chat_template", None)
     if not template:
         raise ValueError(
-            "this tokenizer has no chat template: pass one as chat_template=, or give the prompt as plain text "
-            "(base models have none)"
+            "this tokenizer has no chat template (base models have none): pass one as chat_template=, on the command "
+            "line --chat-template FILE, or give the prompt as plain text"
         )
     _check_messages(messages)
     _warn_of_unused(template_args, str(template))
