@@ -20,10 +20,13 @@ def main(argv: list[str] | None = None) -> int:
     """Dispatch to the benchmark's own `main`; the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
     if not arguments or arguments[0] not in BENCHMARKS:
-        print("usage: python -m jaxllm.bench NAME [options]\n")
-        for name, text in BENCHMARKS.items():
-            print(f"  {name:15} {text}")
-        return 0 if arguments and arguments[0] in ("-h", "--help") else 2
+        asked = bool(arguments) and arguments[0] in ("-h", "--help")
+        lines = ["usage: python -m jaxllm.bench NAME [options]", ""]
+        lines += [f"  {name:15} {text}" for name, text in BENCHMARKS.items()]
+        if not asked:
+            lines += ["", f"error: there is no benchmark {arguments[0]!r}" if arguments else "error: name a benchmark"]
+        print("\n".join(lines), file=sys.stdout if asked else sys.stderr)
+        return 0 if asked else 2
     return int(import_module(f"jaxllm.bench.{arguments[0]}").main(arguments[1:]) or 0)
 
 

@@ -99,6 +99,10 @@ def test_what_cannot_run_is_said(options: list[str], message: str, capsys: pytes
     assert re.search(message, capsys.readouterr().err)
 
 
-def test_an_unknown_benchmark_lists_the_known(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["nonsense"]) == 2
-    assert "throughput" in capsys.readouterr().out
+def test_a_benchmark_that_there_is_none_of_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["troughput"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "error: there is no benchmark 'troughput'" in err and "  throughput " in err
+    assert main(["--help"]) == 0
+    out, err = capsys.readouterr()
+    assert "  throughput " in out and err == ""
