@@ -4,12 +4,15 @@ import io
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from jaxllm import LLM
 from jaxllm.generate import main
+from jaxllm.outputs import StreamDelta
 
 OPTIONS = [
     "--max-tokens",
@@ -41,6 +44,25 @@ def test_one_prompt_streams_and_ends_with_a_summary(model: str, capsys: pytest.C
     out, err = capsys.readouterr()
     assert out.endswith("\n") and len(out) > 1
     assert err.splitlines()[-1].startswith("[5 tokens in ") and "tokens/s, first after" in err
+
+
+def test_text_is_printed_as_it_is_made(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made, stream = "", LLM.stream
+
+    def watched(*arguments: Any, **options: Any) -> Iterator[StreamDelta]:
+        nonlocal made
+        for delta in stream(*arguments, **options):
+            yield delta
+            made += capsys.readouterr().out
+            assert made.endswith(delta.text)
+            pieces.append(delta.text)
+
+    pieces: list[str] = []
+    monkeypatch.setattr(LLM, "stream", watched)
+    assert main(["--model", model, *OPTIONS, "The quick"]) == 0
+    assert made == "".join(pieces) and len(pieces) > 3
 
 
 def test_several_prompts_as_json(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ import pytest
 from tiny import tiny_checkpoint
 
 from jaxllm.models.config import ModelConfig, RopeConfig
+from jaxllm.models.params import parameter_specs
 
 # Qwen/Qwen3-8B, as written by transformers 4.51.
 QWEN3_8B: dict[str, Any] = {
@@ -209,3 +210,25 @@ def test_written_by_the_installed_transformers(tmp_path: Path, family: str) -> N
     config = ModelConfig.from_hf(json.loads((folder / "config.json").read_text()))
     assert (config.family, config.head_dim, config.rope.theta) == (family, 48, 12345.0)
     assert (config.qk_norm, config.attention_bias) == (family == "qwen3", family == "qwen2")
+
+
+@pytest.mark.parametrize(
+    ("hidden", "mlp", "layers", "heads", "tied"),
+    [(1024, 3072, 28, 16, True), (2048, 6144, 28, 16, True), (2560, 9728, 36, 32, True),
+     (4096, 12288, 36, 32, False), (5120, 17408, 40, 40, False), (5120, 25600, 64, 64, False)],
+    ids=["0.6B", "1.7B", "4B", "8B", "14B", "32B"],
+)  # fmt: skip
+def test_every_published_qwen3_has_the_parameters_of_transformers(
+    hidden: int, mlp: int, layers: int, heads: int, tied: bool
+) -> None:
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    sizes = {"hidden_size": hidden, "intermediate_size": mlp, "num_hidden_layers": layers}
+    raw = QWEN3_8B | sizes | {"num_attention_heads": heads, "tie_word_embeddings": tied, "max_window_layers": layers}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(Qwen3Config(**raw))
+    specs = parameter_specs(ModelConfig.from_hf(raw)).values()
+    assert {spec.name: spec.file_shape for spec in specs} == {
+        name: tuple(parameter.shape) for name, parameter in model.named_parameters()
+    }

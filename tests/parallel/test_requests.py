@@ -58,7 +58,9 @@ def of_one_device(
 @pytest.mark.parametrize(
     ("mesh", "axis", "data"),
     [
-        (4, "tensor", None),
+        ({"tensor_parallel_size": 4}, "tensor", None),
+        ({"tensor_parallel_size": 8}, "tensor", None),
+        ({"data_parallel_size": 2, "tensor_parallel_size": 2}, "tensor", "data"),
         (((2, 2, 2), ("replica", "fsdp", "tensor"), AxisType.Auto), "tensor", "replica"),
         (((2, 1, 2), ("replica", "fsdp", "tensor"), AxisType.Explicit, 4), "tensor", None),
         (((2, 2, 2), ("fsdp", "batch", "tp"), AxisType.Auto), ("fsdp", "tp"), "batch"),
@@ -66,6 +68,8 @@ def of_one_device(
     ],
     ids=[
         "four devices, two KV heads",
+        "eight devices",
+        "sizes alone, replicas of two devices",
         "replicas of two devices, and a further axis",
         "further axes of type explicit on the last devices",
         "replicas of four devices, two axes as one",
@@ -81,11 +85,12 @@ def test_two_hundred_requests_give_the_tokens_of_one_device(
     data: Any,
 ) -> None:
     """Under preemption and prefix hits, and inside the caller's own `jax.set_mesh`; programs send no more than sums."""
-    made = make_mesh(mesh) if isinstance(mesh, int) else mesh_of(*mesh)
+    if isinstance(mesh, dict):  # without a mesh of the caller's
+        given, made = mesh, make_mesh(mesh["tensor_parallel_size"], mesh.get("data_parallel_size", 1))
+    else:
+        made = mesh_of(*mesh)
+        given = {"mesh": made, "tensor_axis": axis, "data_axis": data}
     placement = Placement.of(made, axis, data)
-    given: dict[str, Any] = {"mesh": made, "tensor_axis": axis, "data_axis": data}
-    if isinstance(mesh, int):
-        given = {"tensor_parallel_size": mesh}
     # Preemption on each replica, as on one.
     sizes = {name: OPTIONS[name] // placement.data_parallel_size for name in ("max_num_seqs", "num_kvcache_blocks")}
     with jax.set_mesh(made):
