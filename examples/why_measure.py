@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from jaxllm.bench.memory_tasks import survives_load
-from jaxllm.bench.random_model import SHAPES, random_runner_spec, random_weights
+from jaxllm.bench.random_model import random_runner_spec, random_weights
 from jaxllm.engine.compile_step import compile_step
 from jaxllm.engine.device_state import allocate_state
 from jaxllm.engine.programs import Programs
@@ -27,6 +27,7 @@ from jaxllm.engine.runner import cache_demand, load
 from jaxllm.engine.warm_up import WARM_UP_BLOCKS, largest, measure
 from jaxllm.memory.sizing import size_kv_cache
 from jaxllm.memory.units import format_bytes
+from jaxllm.models.shapes import SHAPES
 
 Options = dict[str, Any]
 

@@ -17,6 +17,7 @@ from jaxllm.memory.planner import ENGINE_OPTIONS, Plan, Scenario, plan
 from jaxllm.memory.predict import ITEMSIZE
 from jaxllm.memory.units import format_bytes
 from jaxllm.models.config import ModelConfig
+from jaxllm.models.shapes import SHAPES
 
 DESCRIPTION = """Plan the KV cache of a model on a card, without a GPU: blocks, tokens, concurrent requests.
 
@@ -36,9 +37,9 @@ _DTYPE_TABLE = (("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "
 
 
 def load_config(model: str) -> ModelConfig:
-    """Shapes of `model`: a folder or `config.json`, a `.gguf` file or the demo model, or a hub id.
+    """Shapes of `model`: a folder or `config.json`, a `.gguf` file or the demo model, a name of `SHAPES`, or a hub id.
 
-    Of a hub id only `config.json` is fetched.
+    Of a hub id only `config.json` is fetched; a folder goes before a name.
 
     Raises:
         ValueError: if there is no such model, or it is not supported.
@@ -50,11 +51,13 @@ def load_config(model: str) -> ModelConfig:
         from jaxllm.checkpoint.resolve import resolve
 
         return resolve(model).config
+    if not path.is_file() and model in SHAPES:
+        return ModelConfig.from_hf(SHAPES[model])
     if not path.is_file():
         if not _HUB_ID.fullmatch(model) or path.name == "config.json":
             raise ValueError(
                 f"model {model!r}: {path} does not exist; give a folder with config.json, "
-                "a .gguf file, a hub id (owner/name), or smollm2"
+                f"a .gguf file, a hub id (owner/name), smollm2, or a shape: {', '.join(SHAPES)}"
             )
         path = _hub_config(model)
     try:
@@ -145,7 +148,10 @@ def make_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = cli.parser("plan", DESCRIPTION, EPILOG)
     parser.add_argument(
-        "config", nargs="?", metavar="MODEL", help="folder, config.json, .gguf file, hub id, or smollm2"
+        "config",
+        nargs="?",
+        metavar="MODEL",
+        help=f"folder, config.json, .gguf file, hub id, smollm2, or a shape: {', '.join(SHAPES)}",
     )
     parser.add_argument("--model", help="the same, as an option")
     card = parser.add_argument_group("card")
@@ -188,7 +194,9 @@ def scenario_of(args: argparse.Namespace) -> Scenario:
         ValueError: if the model or the card is missing, unknown or given twice, or an option is out of range.
     """
     if (args.config is None) == (args.model is None):
-        raise ValueError("give one model: a folder with config.json, a .gguf file, a hub id, or smollm2")
+        raise ValueError(
+            "give one model: a folder with config.json, a .gguf file, a hub id, smollm2, or a shape such as qwen3-8b"
+        )
     if (args.device is None) == (args.device_memory is None):
         raise ValueError("give the card with either --device NAME or --device-memory SIZE")
     config = EngineConfig(**{name: getattr(args, name) for name in ENGINE_OPTIONS})

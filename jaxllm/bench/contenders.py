@@ -11,8 +11,8 @@ from typing import Any
 from jaxllm import LLM, SamplingParams
 from jaxllm.bench.engines import make_llm
 from jaxllm.bench.limits import itemsizes, measure_ceilings, workload_seconds
-from jaxllm.bench.random_model import SHAPES
 from jaxllm.bench.workload import Workload
+from jaxllm.models.shapes import SHAPES
 
 
 @dataclass(frozen=True)

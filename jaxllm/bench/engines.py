@@ -5,7 +5,8 @@ import time
 from typing import Any
 
 from jaxllm import LLM, cli
-from jaxllm.bench.random_model import SHAPES, random_checkpoint
+from jaxllm.bench.random_model import random_checkpoint
+from jaxllm.models.shapes import SHAPES
 
 
 def make_parser(

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from jaxllm.bench.memory_life import Result, Say, life
-from jaxllm.bench.random_model import SHAPES, random_checkpoint, random_runner_spec, random_weights
+from jaxllm.bench.random_model import random_checkpoint, random_runner_spec, random_weights
 from jaxllm.checkpoint.safetensors_writer import write_safetensors
 from jaxllm.engine.compile_step import compile_step
 from jaxllm.engine.device_state import allocate_state
@@ -23,6 +23,7 @@ from jaxllm.engine.runner import Runner, cache_demand
 from jaxllm.engine.spec import RunnerSpec
 from jaxllm.engine.step_shape import StepShape, StepShapes
 from jaxllm.engine.warm_up import WARM_UP_BLOCKS, largest, measure, worst_step
+from jaxllm.models.shapes import SHAPES
 from jaxllm.models.weights import Weights
 
 

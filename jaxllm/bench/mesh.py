@@ -16,12 +16,12 @@ from jaxllm.bench import mesh_tasks
 from jaxllm.bench.engines import make_parser
 from jaxllm.bench.mesh_steps import MESH, NONE, PARAMS, step_times
 from jaxllm.bench.mesh_tasks import Result
-from jaxllm.bench.random_model import SHAPES
 from jaxllm.bench.varied_model import varied_checkpoint
 from jaxllm.config import EngineConfig
 from jaxllm.engine.spec import shape_options
 from jaxllm.memory.pool import start_backend
 from jaxllm.memory.units import format_bytes
+from jaxllm.models.shapes import SHAPES
 
 DESCRIPTION = """Compare engines on one device: without a mesh, on a caller's mesh, and on arrays that lie there.
 

@@ -18,35 +18,10 @@ from jaxllm.engine.spec import RunnerSpec
 from jaxllm.memory.pool import start_backend
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.params import ParamSpec, parameter_specs
+from jaxllm.models.shapes import SHAPES
 from jaxllm.models.weights import Weights
 from jaxllm.parallel.mesh import DATA, make_mesh
 from jaxllm.parallel.placement import Placement
-
-_QWEN3 = {"model_type": "qwen3", "head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "dtype": "bfloat16"}
-
-
-def _shape(
-    hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, tied: bool, vocabulary: int = 151936
-) -> dict[str, Any]:
-    return _QWEN3 | {
-        "hidden_size": hidden,
-        "intermediate_size": mlp,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "tie_word_embeddings": tied,
-        "vocab_size": vocabulary,
-        "max_position_embeddings": 40960,
-    }
-
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3-0.6b": _shape(1024, 3072, 28, 16, 8, True),
-    "qwen3-8b": _shape(4096, 12288, 36, 32, 8, False),
-    "qwen3-14b": _shape(5120, 17408, 40, 40, 8, False),
-    "tiny": _shape(64, 96, 2, 4, 2, True, 391),
-}
-"""By name, as `config.json` says them."""
 
 
 def random_checkpoint(shape: str) -> Checkpoint:

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int32
 from jaxllm import cli
 from jaxllm.bench.decode_batch import Batch, blocks_each, decode_batch
 from jaxllm.bench.engines import make_parser
-from jaxllm.bench.random_model import SHAPES, random_runner_spec
+from jaxllm.bench.random_model import random_runner_spec
 from jaxllm.bench.varied_model import varied_checkpoint
 from jaxllm.engine.choose import Chosen, choose
 from jaxllm.engine.compile_step import compile_step
@@ -27,6 +27,7 @@ from jaxllm.engine.request import Request
 from jaxllm.engine.runner import load
 from jaxllm.engine.spec import RunnerSpec
 from jaxllm.engine.step_shape import PackedLayout, StepShape
+from jaxllm.models.shapes import SHAPES
 from jaxllm.parallel.mesh import TENSOR
 from jaxllm.sampling.packing import NO_TOKEN
 

@@ -17,8 +17,8 @@ from jaxllm import cli
 from jaxllm.bench.child import Child
 from jaxllm.bench.engines import make_parser
 from jaxllm.bench.prefill import point
-from jaxllm.bench.random_model import SHAPES
 from jaxllm.bench.tensor_parallel_report import compared, errors, table
+from jaxllm.models.shapes import SHAPES
 
 DESCRIPTION = """Run a model on one device and on several, each size in a process of its own, and compare.
 

@@ -27,9 +27,9 @@ from jaxllm import LLM, SamplingParams, cli
 from jaxllm.bench import limits, trace
 from jaxllm.bench.latency import decode_seconds
 from jaxllm.bench.prefill import prompt_tokens_per_s
-from jaxllm.bench.random_model import SHAPES
 from jaxllm.bench.varied_model import varied_checkpoint
 from jaxllm.bench.workload import random_workload
+from jaxllm.models.shapes import SHAPES
 
 logger = logging.getLogger(__name__)
 

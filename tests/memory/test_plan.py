@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from jaxllm import plan
-from jaxllm.bench.random_model import SHAPES
 from jaxllm.engine.device_state import abstract_state
 from jaxllm.memory.cards import CARDS
 from jaxllm.memory.predict import Workload, activation_bytes, state_bytes, weight_bytes
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.params import parameter_specs, runtime_config
+from jaxllm.models.shapes import SHAPES
 
 SEVEN_B = {
     "model_type": "qwen3",
@@ -49,6 +49,20 @@ def model(tmp_path: Path) -> str:
 def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
     assert plan.main([*arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
+
+
+def test_a_shape_is_a_model_unless_there_is_such_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    by_name = planned(capsys, "qwen3-8b", "--device", "h200")
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(SHAPES["qwen3-8b"]))
+    assert planned(capsys, str(folder), "--device", "h200") == by_name
+    (folder / "config.json").write_text(json.dumps(SEVEN_B))
+    folder.rename(tmp_path / "qwen3-8b")
+    assert planned(capsys, "qwen3-8b", "--device", "h200") != by_name
 
 
 def test_section_six(model: str, capsys: pytest.CaptureFixture[str]) -> None:

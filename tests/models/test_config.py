@@ -1,6 +1,7 @@
 """config.json as it is found in the wild: both generations of transformers, every family, and what is refused."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from tiny import tiny_checkpoint
 
 from jaxllm.models.config import ModelConfig, RopeConfig
 from jaxllm.models.params import parameter_specs
+from jaxllm.models.shapes import SHAPES
 
 # Qwen/Qwen3-8B, as written by transformers 4.51.
 QWEN3_8B: dict[str, Any] = {
@@ -212,23 +214,17 @@ def test_written_by_the_installed_transformers(tmp_path: Path, family: str) -> N
     assert (config.qk_norm, config.attention_bias) == (family == "qwen3", family == "qwen2")
 
 
-@pytest.mark.parametrize(
-    ("hidden", "mlp", "layers", "heads", "tied"),
-    [(1024, 3072, 28, 16, True), (2048, 6144, 28, 16, True), (2560, 9728, 36, 32, True),
-     (4096, 12288, 36, 32, False), (5120, 17408, 40, 40, False), (5120, 25600, 64, 64, False)],
-    ids=["0.6B", "1.7B", "4B", "8B", "14B", "32B"],
-)  # fmt: skip
-def test_every_published_qwen3_has_the_parameters_of_transformers(
-    hidden: int, mlp: int, layers: int, heads: int, tied: bool
-) -> None:
+@pytest.mark.parametrize("shape", sorted(set(SHAPES) - {"tiny"}))
+def test_every_published_qwen3_has_the_parameters_of_transformers(shape: str) -> None:
+    """Names and shapes; and about as many as the model is named after."""
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM, Qwen3Config
 
-    sizes = {"hidden_size": hidden, "intermediate_size": mlp, "num_hidden_layers": layers}
-    raw = QWEN3_8B | sizes | {"num_attention_heads": heads, "tie_word_embeddings": tied, "max_window_layers": layers}
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(Qwen3Config(**raw))
-    specs = parameter_specs(ModelConfig.from_hf(raw)).values()
+        model = AutoModelForCausalLM.from_config(Qwen3Config(**SHAPES[shape]))
+    specs = parameter_specs(ModelConfig.from_hf(SHAPES[shape])).values()
     assert {spec.name: spec.file_shape for spec in specs} == {
         name: tuple(parameter.shape) for name, parameter in model.named_parameters()
     }
+    count = sum(math.prod(spec.file_shape) for spec in specs)
+    assert count == pytest.approx(float(shape.removeprefix("qwen3-").removesuffix("b")) * 1e9, rel=0.055)
