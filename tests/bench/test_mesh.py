@@ -19,7 +19,7 @@ SIZES = {"max_num_seqs": 1, "max_num_batched_tokens": 16, "max_model_len": 96, "
 
 def test_every_part_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     options = [text for name, size in SIZES.items() for text in ("--" + name.replace("_", "-"), str(size))]
-    small = ["--rows", "1", "--context", "20", "--requests", "3", "--output-len", "12", "--repetitions", "2"]
+    small = ["--rows", "1", "--context", "20", "--requests", "3", "--output-len", "24", "--repetitions", "2"]
     assert main(["mesh", "--model", "tiny", *small, *options, "--json"]) == 0
     output = capsys.readouterr()
     result = json.loads(output.out)
@@ -34,7 +34,7 @@ def test_every_part_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert result["from_params"]["beyond_bytes"] < result["from_params"]["weights_bytes"] / 10
     assert result["sleep"]["given_back_bytes"] == result["sleep"]["kv_bytes"] and result["sleep"]["share"] == 1
     load = result["load"]
-    assert load["finished"] == load["same_tokens"] == load["same_tokens_without"] == 3 and load["preemptions"] >= 3
+    assert load["finished"] == load["same_tokens"] == load["same_tokens_without"] == 3 and load["preemptions"] >= 1
     assert len(load["wake_ms"]) == len(load["sleep_ms"]) == 3
     assert "no memory limit that can be read" in result["little_memory"]["left_out"]
     text = "\n".join(table(result))
