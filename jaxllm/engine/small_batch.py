@@ -141,17 +141,3 @@ def _qkv_weights(attention: SelfAttention) -> QKVWeights:
     q_norm, k_norm = attention.head_norms or (None, None)
     biases = {f"{name}_bias": _bias(linear) for name, linear in (("q", q), ("k", k), ("v", v))}
     return QKVWeights(q=q.weight[...], k=k.weight[...], v=v.weight[...], q_norm=q_norm, k_norm=k_norm, **biases)
-
-
-def logits(model: Decoder, hidden: Float[Array, "rows hidden"]) -> Float[Array, "rows vocab"]:
-    """As `Decoder.logits`, of a single row as one of eight.
-
-    By a single row XLA multiplies as by a vector, and makes a float32 copy of the matrix for that: on an H200 it took
-    0.3 of 1.24 ms (Qwen3-0.6B).
-    """
-    rows = hidden.shape[0]
-    if rows > 1:
-        return model.logits(hidden)
-    padded = jnp.pad(hidden, ((0, min(SUPPORTED_TOKENS) - rows), (0, 0)))
-    # Or else XLA multiplies what is wanted alone.
-    return lax.optimization_barrier(model.logits(lax.optimization_barrier(padded)))[:rows]

@@ -106,7 +106,7 @@ def step_function(
             hidden, kv = model.paged(tokens, positions, run_block, kv, wanted)
 
         def project(hidden: Array) -> Array:
-            return placement.divide_logits(small_batch.logits(model, hidden) if few else model.logits(hidden))
+            return placement.divide_logits(model.logits(hidden))
 
         suppressed = jnp.where((iteration < fields.suppress)[:, None], fields.sampling.suppressed, _NO_TOKEN)
         inputs = fields.sampling._replace(position=batch.context_lens, suppressed=suppressed)

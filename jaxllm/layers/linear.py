@@ -56,7 +56,26 @@ class Embedding(nnx.Module):
 
     def logits(self, x: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
         """Scores of every token, in float32."""
-        return contract(x, self.weight[...], jnp.dtype(jnp.float32))
+        weight = self.weight[...]
+        if x.size != x.shape[-1]:
+            return _logits(x, weight)
+        return lax.platform_dependent(x, weight, cuda=_logits_of_one, default=_logits)
+
+
+def _logits(x: Float[Array, "*batch hidden"], weight: Float[Array, "vocab hidden"]) -> Float[Array, "*batch vocab"]:
+    return contract(x, weight, jnp.dtype(jnp.float32))
+
+
+def _logits_of_one(
+    x: Float[Array, "*batch hidden"], weight: Float[Array, "vocab hidden"]
+) -> Float[Array, "*batch vocab"]:
+    """As one row of eight: on GPUs XLA multiplies a single one as a vector, by a float32 copy of the whole matrix.
+
+    On an H200 that took 0.3 of a decode step's 1.24 ms (Qwen3-0.6B), unless the product was autotuned.
+    """
+    eight = lax.optimization_barrier(jnp.pad(x.reshape(1, -1), ((0, 7), (0, 0))))
+    # Or else XLA multiplies what is wanted alone.
+    return lax.optimization_barrier(_logits(eight, weight))[:1].reshape(*x.shape[:-1], -1)
 
 
 def silu_gate(gate: Float[Array, "*batch mlp"], up: Float[Array, "*batch mlp"]) -> Float[Array, "*batch mlp"]:

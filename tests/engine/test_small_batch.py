@@ -59,13 +59,3 @@ def test_a_decode_step_equals_the_decoders(tiny: Callable[..., Path], family: st
     factors = np.ones((1, 2)) if scales is None else np.asarray(scales)
     got_kv, want_kv = (x * factors[:, :, None, None, None, None] for x in (got_kv, want_kv))
     np.testing.assert_allclose(got_kv, want_kv, atol=3e-2, rtol=3e-2 if scales is None else 1 / 8)
-
-
-@pytest.mark.parametrize("rows", [1, 2])
-def test_logits_are_the_decoders_and_never_of_a_single_row(tiny: Callable[..., Path], rows: int) -> None:
-    model = Decoder(resolve(str(tiny())).config, dtype=jnp.dtype("float32"), rngs=nnx.Rngs(0))
-    hidden = jax.random.normal(jax.random.key(0), (rows, model.config.hidden_size))
-    ours = jax.jit(lambda hidden: small_batch.logits(model, hidden))
-    np.testing.assert_allclose(ours(hidden), model.logits(hidden), atol=1e-6)
-    (product,) = [line for line in ours.lower(hidden).as_text().splitlines() if "dot_general" in line]
-    assert f"tensor<{8 if rows == 1 else rows}x{model.config.vocab_size}xf32>" in product
