@@ -17,7 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas.hopper import KVLayout
-from kernels_pallas.interlayer import BARRIERS, LayerWeights, interlayer, interlayer_reference
+from kernels_pallas.interlayer import (
+    WeightsBefore,
+    WeightsBehind,
+    before_attention,
+    before_reference,
+    behind_attention,
+    behind_reference,
+    interlayer,
+    interlayer_reference,
+)
 from kernels_pallas.kv_write import kv_write, kv_write_reference
 from kernels_pallas.paged_decode import DecodeConfig, paged_decode, paged_decode_reference, paged_decode_write
 from kernels_pallas.ragged_prefill import plan_prefill, ragged_prefill, ragged_prefill_reference
@@ -151,23 +160,33 @@ def _check_swiglu(interpret: plgpu.InterpretGPUParams | None) -> float:
 
 
 def _check_interlayer(interpret: plgpu.InterpretGPUParams | None) -> float:
-    """On few multiprocessors, so that each does several tiles."""
-    sizes = {
-        "o": (512, 256), "mlp_norm": (512,), "gate": (64, 512), "up": (64, 512), "down": (512, 64), "norm": (512,),
-        "q": (256, 512), "k": (128, 512), "v": (128, 512), "q_norm": (128,), "k_norm": (128,),
+    """All three launches on few multiprocessors, so that each does several tiles."""
+    behind_sizes = {"o": (512, 256), "mlp_norm": (512,), "gate": (64, 512), "up": (64, 512), "down": (512, 64)}
+    before_sizes = {
+        "norm": (512,), "q": (256, 512), "k": (128, 512), "v": (128, 512), "q_norm": (128,), "k_norm": (128,)
     }  # fmt: skip
-    keys = iter(jax.random.split(jax.random.key(0), len(sizes) + 3))
+    keys = iter(jax.random.split(jax.random.key(0), len(behind_sizes) + len(before_sizes) + 3))
 
     def draw(*shape: int, scale: float = 1.0) -> jax.Array:
         return scale * jax.random.normal(next(keys), shape, jnp.bfloat16)
 
-    weights = LayerWeights(**{name: draw(*shape, scale=shape[-1] ** -0.5) for name, shape in sizes.items()})
+    behind = WeightsBehind(**{name: draw(*shape, scale=shape[-1] ** -0.5) for name, shape in behind_sizes.items()})
+    before = WeightsBefore(**{name: draw(*shape, scale=shape[-1] ** -0.5) for name, shape in before_sizes.items()})
     angles = jax.random.uniform(next(keys), (64, 64), maxval=6.3)
-    arguments = (draw(64, 2, 128), draw(64, 512, scale=3), weights, jnp.cos(angles), jnp.sin(angles))
-    counters = jnp.zeros(BARRIERS, jnp.int32)
-    got = interlayer(*arguments, counters, eps=1e-6, multiprocessors=4, interpret=interpret)
-    want = interlayer_reference(*arguments, eps=1e-6)
-    return float(np.max([_relative_error(ours, theirs) for ours, theirs in zip(got, want, strict=True)]))
+    attended, x, (cos, sin) = draw(64, 2, 128), draw(64, 512, scale=3), (jnp.cos(angles), jnp.sin(angles))
+    options: dict[str, Any] = {"eps": 1e-6, "multiprocessors": 4, "interpret": interpret}
+    counter = jnp.zeros(1, jnp.int32)
+    got = (
+        interlayer(attended, x, behind, before, cos, sin, counter, **options),
+        before_attention(x, before, cos, sin, counter, **options),
+        behind_attention(attended, x, behind, before.norm, counter, **options),
+    )
+    want = (
+        interlayer_reference(attended, x, behind, before, cos, sin, eps=1e-6),
+        before_reference(x, before, cos, sin, eps=1e-6),
+        behind_reference(attended, x, behind, before.norm, eps=1e-6),
+    )
+    return float(np.max(jax.tree.leaves(jax.tree.map(_relative_error, got, want))))
 
 
 def _check_decode(interpret: plgpu.InterpretGPUParams | None) -> float:

@@ -18,16 +18,25 @@ from jaxllm.engine.attention import Attention, KVArray
 from jaxllm.layers.paged_attention import PagedBatch
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.decoder import Attend, Decoder, DecoderLayer
-from kernels_pallas.interlayer import BARRIERS, LayerWeights, interlayer, refusal
+from kernels_pallas.interlayer import (
+    WeightsBefore,
+    WeightsBehind,
+    before_attention,
+    behind_attention,
+    interlayer,
+    refusal,
+)
 
 logger = logging.getLogger(__name__)
 
 ROWS = (64, 128, 256, 512)
 """Rows of the steps that run it: of fewer XLA is as fast, or the kernels for small batches faster."""
 
+ROWS_OF_LARGE_LAYERS = (64, 128)
+"""The same where a layer has more than `LAYER_BYTES` of weights: of many rows cuBLAS multiplies faster there."""
+
 LAYER_BYTES = 64 * 2**20
-"""Weights of a layer up to which it is used. It was measured to be faster at 30 MiB (Qwen3-0.6B); at 370 (8B) reading
-them takes most of the time. Where in between it stops to gain is not known."""
+"""It was measured at 30 MiB (Qwen3-0.6B) and at 370 (8B)."""
 
 
 def fits(
@@ -36,9 +45,15 @@ def fits(
     """Whether decode steps of so many rows run the kernel: one device of known size, shapes that it knows."""
     if attention is not Attention.MOSAIC_GPU or layout.tensor_parallel_size > 1:
         return False
-    if rows not in ROWS or multiprocessors < 1:
+    if rows not in _rows(model, dtype) or multiprocessors < 1:
         return False
     return _refusal(model, layout, dtype) is None
+
+
+def _rows(model: ModelConfig, dtype: jnp.dtype) -> tuple[int, ...]:
+    heads = 2 * (model.num_attention_heads + model.num_key_value_heads) * model.head_dim
+    parameters = model.hidden_size * (heads + 3 * model.intermediate_size)
+    return ROWS if parameters * dtype.itemsize <= LAYER_BYTES else ROWS_OF_LARGE_LAYERS
 
 
 @functools.cache
@@ -51,22 +66,14 @@ def _refusal(model: ModelConfig, layout: KVLayout, dtype: jnp.dtype) -> str | No
         head_dim=layout.head_dim,
         dtype=dtype,
     )
-    size = _parameters_of_a_layer(model) * dtype.itemsize
-    if size > LAYER_BYTES:
-        reason = f"a layer has {size / 2**20:.0f} MiB of weights; it is for {LAYER_BYTES / 2**20:.0f} or less"
     if model.attention_bias or model.attention_output_bias or model.mlp_bias:
         reason = "the model has biases"
     if reason is None:
-        logger.info("decode steps of %s rows: one Pallas kernel between attentions", ", ".join(map(str, ROWS)))
+        rows = ", ".join(map(str, _rows(model, dtype)))
+        logger.info("decode steps of %s rows: one Pallas kernel between attentions", rows)
     else:
         logger.info("decode steps of many rows: XLA; the kernel between attentions does not run here: %s", reason)
     return reason
-
-
-def _parameters_of_a_layer(model: ModelConfig) -> int:
-    """Of its matrices."""
-    heads = 2 * (model.num_attention_heads + model.num_key_value_heads) * model.head_dim
-    return model.hidden_size * (heads + 3 * model.intermediate_size)
 
 
 def paged(
@@ -92,44 +99,50 @@ def paged(
         interpret: run the kernel in its interpreter (tests on a CPU).
     """
     angles = model.angles(positions)
-    # Zeros that XLA does not know for a constant: the kernel counts in them.
-    counters = jnp.zeros(BARRIERS, jnp.int32) + jnp.minimum(jnp.min(batch.context_lens), 0)
+    # A zero that XLA does not know for a constant: the kernel counts in it.
+    counter = jnp.zeros(1, jnp.int32) + jnp.minimum(jnp.min(batch.context_lens), 0)
+    eps = model.config.rms_norm_eps
+    options: dict[str, Any] = {"eps": eps, "multiprocessors": multiprocessors, "interpret": interpret}
 
     # Traced and lowered once for all layers.
     @jax.jit
     def block(
-        index: Int[Array, ""], x: Array, qkv: tuple[Array, ...], kv: KVArray, weights: LayerWeights
-    ) -> tuple[Array, tuple[Array, ...], KVArray]:
-        q, k, v = qkv
-        attended, kv = attend(index, q, k, v, kv)
-        options: dict[str, Any] = {"multiprocessors": multiprocessors, "interpret": interpret}
-        eps = model.config.rms_norm_eps
-        x, q, k, v = interlayer(attended, x, weights, *angles, counters, eps=eps, **options)
-        return x, (q, k, v), kv
+        index: Int[Array, ""],
+        x: Array,
+        qkv: tuple[Array, Array, Array],
+        kv: KVArray,
+        behind: WeightsBehind,
+        before: WeightsBefore,
+    ) -> tuple[Array, tuple[Array, Array, Array], KVArray]:
+        attended, kv = attend(index, *qkv, kv)
+        x, qkv = interlayer(attended, x, behind, before, *angles, counter, **options)
+        return x, qkv, kv
 
     layers = list(model.layers)
     x = model.embed_tokens(tokens)
-    qkv = layers[0].self_attn.project(layers[0].input_layernorm(x), angles)
+    qkv = before_attention(x, _before(layers[0]), *angles, counter, **options)
     for index, (layer, following) in enumerate(itertools.pairwise(layers)):
-        x, qkv, kv = block(jnp.int32(index), x, qkv, kv, _weights(layer, following))
-    last = layers[-1]
-    q, k, v = qkv
-    attended, kv = attend(jnp.int32(len(layers) - 1), q, k, v, kv)
-    projected = last.self_attn.o_proj(attended.reshape(*attended.shape[:-2], -1))
-    return model.norm(last.behind_attention(x, projected)), kv
+        x, qkv, kv = block(jnp.int32(index), x, qkv, kv, _behind(layer), _before(following))
+    attended, kv = attend(jnp.int32(len(layers) - 1), *qkv, kv)
+    return behind_attention(attended, x, _behind(layers[-1]), model.norm.weight[...], counter, **options), kv
 
 
-def _weights(layer: DecoderLayer, following: DecoderLayer) -> LayerWeights:
-    """What lies between the attentions of two layers."""
-    attention, mlp = following.self_attn, layer.mlp
-    q_norm, k_norm = attention.head_norms or (None, None)
-    return LayerWeights(
+def _behind(layer: DecoderLayer) -> WeightsBehind:
+    mlp = layer.mlp
+    return WeightsBehind(
         o=layer.self_attn.o_proj.weight[...],
         mlp_norm=layer.post_attention_layernorm.weight[...],
         gate=mlp.gate_proj.weight[...],
         up=mlp.up_proj.weight[...],
         down=mlp.down_proj.weight[...],
-        norm=following.input_layernorm.weight[...],
+    )
+
+
+def _before(layer: DecoderLayer) -> WeightsBefore:
+    attention = layer.self_attn
+    q_norm, k_norm = attention.head_norms or (None, None)
+    return WeightsBefore(
+        norm=layer.input_layernorm.weight[...],
         q=attention.q_proj.weight[...],
         k=attention.k_proj.weight[...],
         v=attention.v_proj.weight[...],

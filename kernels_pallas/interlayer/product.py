@@ -16,10 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas.hopper import MATRIX_TILES
-from kernels_pallas.interlayer.config import FEATURES, STEP, TOKENS, InterlayerShape
+from kernels_pallas.interlayer.config import TOKENS, InterlayerShape
 from kernels_pallas.warpgroup import Ref
-
-HALF = FEATURES // 2
 
 COPIES = 3
 """Copies that load the operands of a step: two parts of the weights, and the tokens."""
@@ -28,8 +26,8 @@ COPIES = 3
 class Scratch(NamedTuple):
     """Shared memory of a thread block, and a barrier for each stage."""
 
-    weights: Ref  # [stages, 128, 64]: two parts of 64 features
-    tokens: Ref  # [stages, 64, 64]
+    weights: Ref  # [stages, widest, step]: two parts of as many features
+    tokens: Ref  # [stages, 64, step]
     loaded: Ref
 
     @staticmethod
@@ -37,10 +35,10 @@ class Scratch(NamedTuple):
         """What to allocate."""
 
         def tiles(rows: int) -> Any:
-            return plgpu.SMEM((shape.stages, rows, STEP), shape.dtype, transforms=MATRIX_TILES)
+            return plgpu.SMEM((shape.stages, rows, shape.step), shape.dtype, transforms=MATRIX_TILES)
 
         barrier = plgpu.Barrier(num_arrivals=COPIES, num_barriers=shape.stages)
-        return Scratch(weights=tiles(FEATURES), tokens=tiles(TOKENS), loaded=barrier)
+        return Scratch(weights=tiles(shape.widest), tokens=tiles(TOKENS), loaded=barrier)
 
 
 Features = list[tuple[Ref, jax.Array]]
@@ -54,6 +52,7 @@ class Tiles:
     Attributes:
         count: how many.
         columns: that a tile is a sum over.
+        part: features of each of a tile's two parts, a multiple of 8.
         source: the tokens' side, `[tokens, columns]` or more columns.
         weights: where a tile's weights are, as one of several choices, each with its condition.
         first_token: of a tile.
@@ -62,6 +61,7 @@ class Tiles:
 
     count: int
     columns: int
+    part: int
     source: Ref
     weights: Callable[[jax.Array], list[tuple[Any, Features]]]
     first_token: Callable[[jax.Array], jax.Array]
@@ -95,28 +95,28 @@ def product_phase(
     `store(tile, products, others)` takes results in float32, and what `meanwhile(tile)` has read while the operands
     were on their way.
     """
-    steps = tiles.columns // STEP
-    stages = shape.stages
+    width, part, stages = shape.step, tiles.part, shape.stages
+    steps = tiles.columns // width
     at_once = min(stages, steps)
 
     def column(tile: jax.Array, step: int | jax.Array) -> int | jax.Array:
-        first = tiles.first_column(tile) + step * STEP
-        return first if isinstance(first, int) else pl.multiple_of(first, STEP)
+        first = tiles.first_column(tile) + step * width
+        return first if isinstance(first, int) else pl.multiple_of(first, width)
 
     def load_weights(tile: jax.Array, step: int | jax.Array, slot: int | jax.Array) -> None:
-        for wanted, parts in tiles.weights(tile):
+        for wanted, both in tiles.weights(tile):
 
             @pl.when(wanted)
-            def _(parts: Features = parts) -> None:
-                for place, (ref, feature) in enumerate(parts):
+            def _(both: Features = both) -> None:
+                for place, (ref, feature) in enumerate(both):
                     plgpu.copy_gmem_to_smem(
-                        ref.at[pl.ds(feature, HALF), pl.ds(column(tile, step), STEP)],
-                        scratch.weights.at[slot, pl.ds(place * HALF, HALF)],
+                        ref.at[pl.ds(feature, part), pl.ds(column(tile, step), width)],
+                        scratch.weights.at[slot, pl.ds(place * part, part)],
                         scratch.loaded.at[slot],
                     )
 
     def load_tokens(tile: jax.Array, step: int | jax.Array, slot: int | jax.Array) -> None:
-        source = tiles.source.at[pl.ds(tiles.first_token(tile), TOKENS), pl.ds(column(tile, step), STEP)]
+        source = tiles.source.at[pl.ds(tiles.first_token(tile), TOKENS), pl.ds(column(tile, step), width)]
         plgpu.copy_gmem_to_smem(source, scratch.tokens.at[slot], scratch.loaded.at[slot])
 
     def prefetch() -> None:
@@ -130,7 +130,8 @@ def product_phase(
         def _(step: jax.Array) -> None:
             slot = lax.rem(step, jnp.int32(stages))
             plgpu.barrier_wait(scratch.loaded.at[slot])
-            plgpu.wgmma(accumulator, scratch.tokens.at[slot], scratch.weights.at[slot].transpose((1, 0)))
+            weights = scratch.weights.at[slot, pl.ds(0, 2 * part)]
+            plgpu.wgmma(accumulator, scratch.tokens.at[slot], weights.transpose((1, 0)))
             plgpu.wgmma_wait(1)  # the one before
             following = step - 1 + stages
 
@@ -155,8 +156,8 @@ def product_phase(
                     load_tokens(tile, stage, stage)
                 others = meanwhile(tile)
                 accumulate = functools.partial(multiply, tile)
-                result = pl.run_scoped(accumulate, plgpu.ACC((TOKENS, FEATURES), jnp.float32))
+                result = pl.run_scoped(accumulate, plgpu.ACC((TOKENS, 2 * part), jnp.float32))
                 plgpu.commit_smem()  # all warps are done with shared memory
-                store(tile, (result[:, :HALF], result[:, HALF:]), others)
+                store(tile, (result[:, :part], result[:, part:]), others)
 
     return Phase(run, prefetch)

@@ -5,35 +5,57 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from kernels_pallas.interlayer.config import HEAD_DIM, LayerWeights
+from kernels_pallas.interlayer.config import HEAD_DIM, WeightsBefore, WeightsBehind
+
+State = Float[Array, "tokens hidden"]
+Heads = tuple[Array, Array, Array]
 
 
 def interlayer_reference(
     attended: Float[Array, "tokens heads head_dim"],
-    x: Float[Array, "tokens hidden"],
-    weights: LayerWeights,
+    x: State,
+    behind: WeightsBehind,
+    before: WeightsBefore,
     cos: Float[Array, "tokens half"],
     sin: Float[Array, "tokens half"],
     *,
     eps: float,
-) -> tuple[
-    Float[Array, "tokens hidden"],
-    Float[Array, "tokens heads head_dim"],
-    Float[Array, "tokens kv_heads head_dim"],
-    Float[Array, "tokens kv_heads head_dim"],
-]:
+) -> tuple[State, Heads]:
     """As `interlayer`, rounded after each operation as a model without fused kernels does."""
-    x = x + _product(attended.reshape(x.shape[0], -1), weights.o)
-    normed = _norm(x, weights.mlp_norm, eps)
-    activation = jax.nn.silu(_product(normed, weights.gate)) * _product(normed, weights.up)
-    x = x + _product(activation, weights.down)
+    x = _behind(attended, x, behind, eps)
+    return x, before_reference(x, before, cos, sin, eps=eps)
+
+
+def before_reference(
+    x: State, weights: WeightsBefore, cos: Float[Array, "tokens half"], sin: Float[Array, "tokens half"], *, eps: float
+) -> Heads:
+    """As `before_attention`, likewise."""
     normed = _norm(x, weights.norm, eps)
     q, k, v = (
         _product(normed, weight).reshape(x.shape[0], -1, HEAD_DIM) for weight in (weights.q, weights.k, weights.v)
     )
     if weights.q_norm is not None and weights.k_norm is not None:
         q, k = _norm(q, weights.q_norm, eps), _norm(k, weights.k_norm, eps)
-    return x, _rotate(q, cos, sin), _rotate(k, cos, sin), v
+    return _rotate(q, cos, sin), _rotate(k, cos, sin), v
+
+
+def behind_reference(
+    attended: Float[Array, "tokens heads head_dim"],
+    x: State,
+    weights: WeightsBehind,
+    norm: Float[Array, "hidden"],
+    *,
+    eps: float,
+) -> State:
+    """As `behind_attention`, likewise."""
+    return _norm(_behind(attended, x, weights, eps), norm, eps)
+
+
+def _behind(attended: jax.Array, x: jax.Array, weights: WeightsBehind, eps: float) -> jax.Array:
+    x = x + _product(attended.reshape(x.shape[0], -1), weights.o)
+    normed = _norm(x, weights.mlp_norm, eps)
+    activation = jax.nn.silu(_product(normed, weights.gate)) * _product(normed, weights.up)
+    return x + _product(activation, weights.down)
 
 
 def _product(x: jax.Array, weight: jax.Array) -> jax.Array:

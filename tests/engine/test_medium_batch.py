@@ -72,6 +72,9 @@ def test_it_runs_where_it_can(tiny: Callable[..., Path]) -> None:
     assert not fits(Attention.MOSAIC_GPU, config, layout, 256, dtype, 0)
     assert not fits(Attention.MOSAIC_GPU, config, layout, 256, jnp.dtype("float16"), 132)
     assert not fits(Attention.MOSAIC_GPU, with_biases, layout, 256, dtype, 132)
+    large = replace(config, hidden_size=4096, intermediate_size=12288)
+    runs = [rows for rows in (32, 64, 128, 256, 512) if fits(Attention.MOSAIC_GPU, large, layout, rows, dtype, 132)]
+    assert runs == [64, 128]
 
 
 @pytest.mark.parametrize(("device", "expected"), [({"core_count": 132}, 132), ({}, 0)], ids=["GPU", "CPU"])

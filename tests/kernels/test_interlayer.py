@@ -4,7 +4,17 @@ import numpy as np
 import pytest
 from kernels.attention_cases import relative_error
 
-from kernels_pallas.interlayer import BARRIERS, LayerWeights, interlayer, interlayer_reference, refusal
+from kernels_pallas.interlayer import (
+    WeightsBefore,
+    WeightsBehind,
+    before_attention,
+    before_reference,
+    behind_attention,
+    behind_reference,
+    interlayer,
+    interlayer_reference,
+    refusal,
+)
 from kernels_pallas.interlayer.config import InterlayerShape
 
 EPS = 1e-5
@@ -31,13 +41,16 @@ def case(tokens, hidden, mlp, heads, kv_heads, *, norms=True):
     (attended, attended64), (x, x64) = draw(tokens, heads, 128), draw(tokens, hidden, scale=3)
     angles = rng.uniform(0, 6.3, (tokens, 64))
     cos, sin = np.cos(angles), np.sin(angles)
-    weights = LayerWeights(**{name: value for name, (value, _) in drawn.items()})
+    behind, before = (
+        kind(**{name: value for name, (value, _) in drawn.items() if name in kind.__dataclass_fields__})
+        for kind in (WeightsBehind, WeightsBefore)
+    )
     wide = {name: value for name, (_, value) in drawn.items()}
 
     def rms(value, weight):
         return value / np.sqrt((value * value).mean(axis=-1, keepdims=True) + EPS) * weight
 
-    def head(name):
+    def head(name, state):
         values = (rms(state, wide["norm"]) @ wide[name].T).reshape(tokens, -1, 128)
         if name == "v":
             return values
@@ -51,67 +64,87 @@ def case(tokens, hidden, mlp, heads, kv_heads, *, norms=True):
     normed = rms(middle, wide["mlp_norm"])
     gate, up = normed @ wide["gate"].T, normed @ wide["up"].T
     state = middle + (gate / (1 + np.exp(-gate)) * up) @ wide["down"].T
-    arguments = (attended, x, weights, jnp.asarray(cos, jnp.float32), jnp.asarray(sin, jnp.float32))
-    return arguments, (state, head("q"), head("k"), head("v"))
+    angles = tuple(jnp.asarray(each, jnp.float32) for each in (cos, sin))
+    launches = {
+        "between": (
+            interlayer, interlayer_reference, (attended, x, behind, before, *angles),
+            (state, *(head(name, state) for name in "qkv")),
+        ),
+        "before": (
+            before_attention, before_reference, (x, before, *angles), tuple(head(name, x64) for name in "qkv")
+        ),
+        "behind": (
+            behind_attention, behind_reference, (attended, x, behind, before.norm), (rms(state, wide["norm"]),)
+        ),
+    }  # fmt: skip
+    return launches
 
 
 CASES = {  # tokens, hidden, mlp, heads, KV heads, norms, multiprocessors
     "more tiles than blocks": (64, 512, 128, 2, 1, True, 3),
     "two tiles of tokens, no norms, columns in parts": (128, 512, 128, 1, 1, False, 16),
+    "heads in parts, tiles of gate and up overlap, wide steps": (64, 2048, 256, 1, 1, True, 7),
 }
 
 
+@pytest.mark.parametrize("launch", ["between", "before", "behind"])
 @pytest.mark.parametrize("name", CASES)
-def test_it_equals_float64(name, execute):
+def test_it_equals_float64(name, launch, execute):
     *sizes, norms, multiprocessors = CASES[name]
-    arguments, want = case(*sizes, norms=norms)
-    counters = jnp.zeros(BARRIERS, jnp.int32)
-    got = execute(interlayer, *arguments, counters, eps=EPS, multiprocessors=multiprocessors)
-    for which, ours, expected in zip(("x", "q", "k", "v"), got, want, strict=True):
-        assert relative_error(ours, expected) < TOLERANCE, which
-    references = interlayer_reference(*arguments, eps=EPS)
-    for which, reference, expected in zip(("x", "q", "k", "v"), references, want, strict=True):
-        assert relative_error(reference, expected) < TOLERANCE, which
+    run, reference, arguments, want = case(*sizes, norms=norms)[launch]
+    got = execute(run, *arguments, jnp.zeros(1, jnp.int32), eps=EPS, multiprocessors=multiprocessors)
+    for made in (got, reference(*arguments, eps=EPS)):
+        for which, (ours, expected) in enumerate(zip(jax.tree.leaves(made), want, strict=True)):
+            assert relative_error(ours, expected) < TOLERANCE, which
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [64, 128, 256, 512])
 def test_all_launches_of_many_find_the_others_results(tokens):
     """The barriers: thirty layers in turn, repeated, are equal to the last bit, and correct at the first."""
-    arguments, want = case(tokens, 1024, 3072, 16, 8)
+    launches = case(tokens, 1024, 3072, 16, 8)
+    attended, x, behind, before, cos, sin = launches["between"][2]
 
     @jax.jit
-    def layers(attended, x, weights, cos, sin):
-        counters = jnp.zeros(BARRIERS, jnp.int32) + jnp.minimum(0, cos[0, 0].astype(jnp.int32) ** 2)
-        states = []
+    def layers(attended, x, behind, before, cos, sin):
+        counter = jnp.zeros(1, jnp.int32) + jnp.minimum(0, cos[0, 0].astype(jnp.int32) ** 2)
+        states = [before_attention(x, before, cos, sin, counter, eps=EPS)]
         for _ in range(30):
-            x, attended, k, v = interlayer(attended, x, weights, cos, sin, counters, eps=EPS)
+            x, (attended, k, v) = interlayer(attended, x, behind, before, cos, sin, counter, eps=EPS)
             states.append((x, attended, k, v))
-        return states
+        return [*states, behind_attention(attended, x, behind, before.norm, counter, eps=EPS)]
 
-    first, *_ = once = layers(*arguments)
-    for ours, expected in zip(first, want, strict=True):
-        assert relative_error(ours, expected) < TOLERANCE
+    arguments = (attended, x, behind, before, cos, sin)
+    head, first, *_ = once = layers(*arguments)
+    for made, launch in ((first, "between"), (head, "before")):
+        for ours, expected in zip(made, launches[launch][3], strict=True):
+            assert relative_error(ours, expected) < TOLERANCE
     for _ in range(20):
         assert all(map(np.array_equal, jax.tree.leaves(layers(*arguments)), jax.tree.leaves(once)))
 
 
-def test_columns_are_cut_to_fill_the_multiprocessors():
-    sizes = {"hidden": 1024, "mlp": 3072, "heads": 16, "kv_heads": 8, "eps": EPS, "dtype": jnp.dtype("bfloat16")}
-    shape = InterlayerShape(tokens=128, multiprocessors=132, **sizes)
-    assert (shape.blocks, shape.stages, shape.splits(2048), shape.splits(3072)) == (132, 8, 8, 8)
-    shape = InterlayerShape(tokens=256, multiprocessors=132, **sizes)
-    assert (shape.blocks, shape.stages, shape.splits(2048), shape.splits(192)) == (264, 4, 4, 1)
+def test_work_is_cut_to_fill_the_multiprocessors():
+    def shape(tokens, hidden=1024, mlp=3072, heads=16, columns=64):
+        sizes = (tokens, hidden, mlp, heads, 8, 132, EPS)
+        return InterlayerShape(*sizes, dtype=jnp.dtype("bfloat16"), most_columns=columns)
+
+    small, many, large = shape(64), shape(512, columns=128), shape(64, 4096, 12288, 32, columns=128)
+    assert [(each.gate_features, each.stages) for each in (small, many, large)] == [(24, 9), (96, 3), (96, 3)]
+    assert [(each.splits(2048), each.splits(3072)) for each in (small, shape(256))] == [(16, 16), (4, 4)]
+    assert [each.head_splits for each in (small, many, large, shape(128, 4096, 12288, 32))] == [1, 1, 2, 1]
+    assert shape(64, mlp=3008, columns=128).step == 64
 
 
 def test_what_it_cannot_run_is_refused():
-    (attended, x, weights, cos, sin), _ = case(64, 512, 64, 1, 1)
-    counters = jnp.zeros(BARRIERS, jnp.int32)
+    attended, x, behind, before, cos, sin = case(64, 512, 64, 1, 1)["between"][2]
+    counter = jnp.zeros(1, jnp.int32)
     with pytest.raises(ValueError, match=r"x has 32 tokens; .* multiples of 64"):
-        interlayer(attended[:32], x[:32], weights, cos[:32], sin[:32], counters, eps=EPS)
+        interlayer(attended[:32], x[:32], behind, before, cos[:32], sin[:32], counter, eps=EPS)
     with pytest.raises(ValueError, match=r"up is bfloat16\[64, 512\]; expected bfloat16\[128, 512\]"):
-        wrong = {**vars(weights), "gate": jnp.zeros((128, 512), jnp.bfloat16)}
-        interlayer(attended, x, LayerWeights(**wrong), cos, sin, counters, eps=EPS)
+        wrong = WeightsBehind(**{**vars(behind), "gate": jnp.zeros((128, 512), jnp.bfloat16)})
+        behind_attention(attended, x, wrong, before.norm, counter, eps=EPS)
+    with pytest.raises(ValueError, match="one of q_norm and k_norm is given"):
+        before_attention(x, WeightsBefore(**{**vars(before), "k_norm": None}), cos, sin, counter, eps=EPS)
     known = {"hidden": 1024, "mlp": 3072, "heads": 16, "kv_heads": 8, "head_dim": 128, "dtype": jnp.dtype("bfloat16")}
     assert refusal(**known) is None
     for name, value in (("head_dim", 64), ("hidden", 896), ("mlp", 100), ("dtype", jnp.dtype("float16"))):
