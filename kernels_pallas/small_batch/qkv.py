@@ -143,7 +143,7 @@ def _qkv_project(
         norm_refs, refs = refs[: len(norms)], refs[len(norms) :]
         bias_refs, refs = refs[: len(biases)], refs[len(biases) :]
         kv_ref, out_ref, tile, *rest = refs
-        scratch = StreamScratch(*rest)
+        scratch = StreamScratch.of(*rest)
         block = lax.axis_index("block")
         # Which of q, k and v the block's head is of, and which head of it.
         kinds = (

@@ -108,26 +108,34 @@ class Stream:
     def shared_memory(self) -> int:
         """Bytes of shared memory of a thread block."""
         weights, x, result = self._tiles
-        return shared_memory_bytes((weights, 2), (x, 2), (result, 4)) + OTHER_SHARED_MEMORY
+        ring, product = shared_memory_bytes((weights, 2), (x, 2)), shared_memory_bytes((result, 4))
+        return max(ring, product) + OTHER_SHARED_MEMORY
 
     def scratch(self) -> list[Any]:
-        """Shared memory and barriers, in the order of `StreamScratch`."""
+        """Shared memory and barriers, for `StreamScratch.of`."""
         weights, x, result = self._tiles
         return [
-            plgpu.SMEM(weights, self.dtype, transforms=MATRIX_TILES),
-            plgpu.SMEM(x, self.dtype, transforms=MATRIX_TILES),
-            plgpu.SMEM(result, jnp.float32),
+            plgpu.RefUnion(
+                [plgpu.SMEM(tile, self.dtype, transforms=MATRIX_TILES) for tile in (weights, x)],
+                plgpu.SMEM(result, jnp.float32),
+            ),
             plgpu.Barrier(num_arrivals=self.splits * (self.copies + 1), num_barriers=self.stages),
         ]
 
 
 class StreamScratch(NamedTuple):
-    """A thread block's shared memory and barriers."""
+    """A thread block's shared memory and barriers. The result lies where the weights and x did."""
 
     weights: Ref  # [stages, splits * rows, step]
     x: Ref  # [stages, 64, step]; row split * tokens + token, as in `result`
     result: Ref  # [64, rows], float32
     loaded: Ref
+
+    @classmethod
+    def of(cls, tiles: Ref, loaded: Ref) -> "StreamScratch":
+        """What `Stream.scratch` has allocated."""
+        (weights, x), result = tiles
+        return cls(weights, x, result, loaded)
 
 
 LoadWeights = Callable[[jax.Array, Ref, Ref], None]
@@ -201,6 +209,7 @@ def stream[T](
     for split in range(shape.splits):
         # Rows without tokens may hold NaN: selected away, not multiplied by zero.
         same = jnp.where(split_of_row == split, product[:, split * rows : (split + 1) * rows], same)
+    plgpu.commit_smem()  # every warp is done with the last weights
     scratch.result[...] = same
     plgpu.commit_smem()
     return loaded
