@@ -18,6 +18,7 @@ from kernels_pallas.small_batch import (
     normalized,
     normed_input,
     plan_qkv,
+    points,
     project,
     project_reference,
     project_residual,
@@ -222,6 +223,11 @@ def test_two_blocks_of_a_cut_head_fit_a_multiprocessor(tokens):
     shape = Stream.of(jnp.zeros((tokens, 4096), jnp.bfloat16), 128, config, pieces=config.pieces)
     shared_memory, reserved = 228 * 1024, 1024  # of a multiprocessor, and for each block (compute capability 9.0)
     assert 2 * (shape.shared_memory() + reserved) <= shared_memory
+
+
+@pytest.mark.parametrize("selection", [points.POINTS, points.QUICK, points.TUNE])
+def test_measured_points_have_names_of_their_own(selection):
+    assert len({point.name for point in selection}) == len(selection)
 
 
 def test_refuses_what_it_cannot_run():
