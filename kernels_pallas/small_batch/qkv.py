@@ -1,4 +1,7 @@
-"""RMSNorm, projections to q, k and v, norms and rotary embedding of q and k, and the write of K and V."""
+"""RMSNorm, projections to q, k and v, norms and rotary embedding of q and k, and the write of K and V.
+
+A head is a thread block's, or several divide its columns, and the last to finish does what follows the product.
+"""
 
 import dataclasses
 import functools
