@@ -23,12 +23,13 @@ class Program(Protocol):
 
 
 def compile_all[P: Program](
-    programs: Sequence[P], *, processes: int | None = None, platform: str = "cuda"
+    programs: Sequence[P], *, donated: tuple[int, ...] = (), processes: int | None = None, platform: str = "cuda"
 ) -> Mapping[P, Callable[..., Any]]:
     """Compile programs for the default device.
 
     Args:
         programs: may repeat themselves.
+        donated: which of their arguments they may overwrite.
         processes: that lower, by default one a core but one, at most one for two programs. They use no accelerator.
         platform: of the default device, as `jax.export` names it.
 
@@ -50,7 +51,7 @@ def compile_all[P: Program](
     ):
         lowered = [lowering.submit(_export, program, platform) for program in distinct]
         compiled = [
-            compiling.submit(lambda program, data: _compile(program, data.result()), program, data)
+            compiling.submit(lambda program, data: _compile(program, data.result(), donated), program, data)
             for program, data in zip(distinct, lowered, strict=True)
         ]
         return {program: future.result() for program, future in zip(distinct, compiled, strict=True)}
@@ -66,5 +67,5 @@ def _export(program: Program, platform: str) -> bytes:
     return exported.to_bytes(program.function(), program.arguments(), platform)
 
 
-def _compile(program: Program, data: bytes) -> Callable[..., Any]:
-    return jax.jit(exported.from_bytes(data)).lower(*program.arguments()).compile()
+def _compile(program: Program, data: bytes, donated: tuple[int, ...]) -> Callable[..., Any]:
+    return jax.jit(exported.from_bytes(data), donate_argnums=donated).lower(*program.arguments()).compile()

@@ -35,6 +35,7 @@ from kernels_pallas.rope_write import rope_write, rope_write_reference
 from kernels_pallas.sample import sample_tokens, sample_tokens_reference
 from kernels_pallas.small_batch import (
     QKVWeights,
+    StreamConfig,
     gate_up,
     gate_up_reference,
     normed_input,
@@ -265,7 +266,7 @@ def _check_sample(interpret: plgpu.InterpretGPUParams | None) -> float:
 
 
 def _check_small_batch(interpret: plgpu.InterpretGPUParams | None) -> float:
-    """A layer without attention, q taking the place of its output."""
+    """A layer without attention, q taking the place of its output; heads of q, k and v whole, and in three pieces."""
     hidden, mlp, heads, kv_heads, dim = 256, 64, 2, 1, 128
     keys = iter(jax.random.split(jax.random.key(0), 8))
 
@@ -282,6 +283,8 @@ def _check_small_batch(interpret: plgpu.InterpretGPUParams | None) -> float:
     cached = (jnp.cos(angles), jnp.sin(angles), cache, 1, slots)
 
     source = normed_input(x, norm)
+    cut = StreamConfig(splits=1, step=64, pieces=3)
+    cut_queries, cut_kv = qkv_project(source, weights, *cached, eps=1e-6, config=cut, interpret=interpret)
     queries, kv = qkv_project(source, weights, *cached, eps=1e-6, interpret=interpret)
     y, source = project_residual(queries.reshape(8, -1), o, x, norm, interpret=interpret)
     y, _ = project_residual(
@@ -292,7 +295,8 @@ def _check_small_batch(interpret: plgpu.InterpretGPUParams | None) -> float:
     want = x + project_reference(want_q.reshape(8, -1), o)
     activation = gate_up_reference(rms_norm_reference(want, norm, 1e-6), gate, up)
     want = want + project_reference(activation, down)
-    return max(_relative_error(kv, want_kv), _relative_error(y, want))
+    pairs = ((kv, want_kv), (cut_queries, want_q), (cut_kv, want_kv), (y, want))
+    return float(np.max([_relative_error(*pair) for pair in pairs]))
 
 
 if __name__ == "__main__":

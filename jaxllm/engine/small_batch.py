@@ -26,6 +26,7 @@ from kernels_pallas.small_batch import (
     gate_up,
     normalized,
     normed_input,
+    plan_qkv,
     project_residual,
     qkv_project,
     refusal,
@@ -80,7 +81,8 @@ def paged(
         layout: of it.
         interpret: run the kernels in their interpreter (tests on a CPU).
     """
-    rows, eps = tokens.shape[0], model.config.rms_norm_eps
+    rows, config = tokens.shape[0], model.config
+    eps = config.rms_norm_eps
     padding = next(n for n in SUPPORTED_TOKENS if n >= rows) - rows
 
     def padded(x: Array, value: int = 0) -> Array:
@@ -89,6 +91,8 @@ def paged(
     context_lens, tables = padded(batch.context_lens), padded(batch.block_tables)
     slots = padded(batch.slots, jnp.iinfo(jnp.int32).max)  # past the end of the cache: not written
     plan = decode_plan(context_lens, tables.shape[1], layout)
+    heads, kv_heads = config.num_attention_heads, layout.num_kv_heads
+    qkv_plan = plan_qkv(hidden=config.hidden_size, heads=heads, kv_heads=kv_heads, head_dim=layout.head_dim)
     cos, sin = model.angles(padded(positions))
     x = model.embed_tokens(padded(tokens))
     norms = [layer.input_layernorm.weight[...] for layer in model.layers] + [model.norm.weight[...]]
@@ -99,7 +103,7 @@ def paged(
     for index, layer in enumerate(model.layers):
         attention, mlp = layer.self_attn, layer.mlp
         weights = _qkv_weights(attention)
-        project = functools.partial(qkv_project, source, weights, cos, sin, eps=eps, interpret=interpret)
+        project = functools.partial(qkv_project, source, weights, cos, sin, plan=qkv_plan, eps=eps, interpret=interpret)
         options: dict[str, Any] = {"scale": layout.head_dim**-0.5, "plan": plan, "interpret": interpret}
         if (scales := layout.scales_of(index)) is None:
             q, kv = project(kv, index, slots)

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas.hopper import MATRIX_TILES, KVLayout, row_tiles
+from kernels_pallas.last_block import count_down
 from kernels_pallas.paged_decode.config import DecodeConfig
-from kernels_pallas.paged_decode.merge import count_down, merge_pieces
+from kernels_pallas.paged_decode.merge import merge_pieces
 from kernels_pallas.paged_decode.plan import FIELDS
 from kernels_pallas.paged_decode.queries import PARTS, join_parts, split_queries
 from kernels_pallas.paged_decode.several_tokens import as_last_token_sees, finite_maximum, load_groups, tile_queries

@@ -1,23 +1,25 @@
 """Speed of the fused projections of small decode batches, beside XLA's own kernels for the same computation.
 
 Every measured chain runs through layers with weights of their own, each call needing the result of the one before, so
-that it costs what it costs in a model. `qkv` and `gate_up` alone are the differences between chains: `attention` less
-`o`, and `mlp` less `down`.
+that it costs what it costs in a model: of `qkv` alone that is the cache. `gate_up` alone is the difference between
+chains: `mlp` less `down`.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Generator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from kernels_pallas.compiling import compile_all
 from kernels_pallas.kv_write import kv_write
 from kernels_pallas.paged_decode import paged_decode, plan_decode, tuned_config
 from kernels_pallas.small_batch.gate_up import gate_up
 from kernels_pallas.small_batch.normed import normalized, normed_input
-from kernels_pallas.small_batch.points import MODELS, PARTS, POINTS, QUICK, TUNE, Model, Point, weight_shapes
+from kernels_pallas.small_batch.plan import plan_qkv
+from kernels_pallas.small_batch.points import BLOCK, MODELS, PARTS, POINTS, QUICK, TUNE, Model, Point, weight_shapes
 from kernels_pallas.small_batch.project import project_residual
 from kernels_pallas.small_batch.qkv import QKVWeights, qkv_project
 from kernels_pallas.small_batch.reference import (
@@ -31,7 +33,6 @@ from kernels_pallas.timing import median_seconds
 __all__ = ["POINTS", "QUICK", "TUNE", "measure"]
 
 EPS = 1e-6
-BLOCK = 64
 
 
 class Data(NamedTuple):
@@ -45,21 +46,36 @@ class Data(NamedTuple):
     activated: jax.Array  # [32, mlp]
 
 
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    """All repetitions of a point's chain, by the fused kernels or as XLA would have it."""
+
+    point: Point
+    kernels: bool
+
+    def function(self) -> Callable[..., tuple[jax.Array, jax.Array]]:
+        """Of the model's arrays and the cache, which may be overwritten."""
+        return functools.partial(_run, self.point, self.kernels)
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Their shapes."""
+        data = jax.eval_shape(functools.partial(_make, self.point.sizes))
+        return data, jax.ShapeDtypeStruct(_cache_shape(self.point), jnp.bfloat16)
+
+
 def measure(points: tuple[Point, ...], copy_bytes_per_second: float) -> Generator[dict[str, Any]]:
-    """Compile the points of a model in parallel, then time each: microseconds a layer, TB/s of weights, XLA's time."""
+    """Compile all points at once, then time each: microseconds a layer, TB/s of weights, XLA's time."""
+    chains = [Chain(point, kernels) for point in points for kernels in (True, False) if kernels or point.xla]
+    compiled = compile_all(chains, donated=(1,))
     for name, model in MODELS.items():
         mine = [point for point in points if point.model == name]
         if not mine:
             continue
         data = _make(model)
-        with ThreadPoolExecutor(16) as pool:
-            ours = list(pool.map(functools.partial(_compile, data=data, kernels=True), mine))
-            theirs = list(pool.map(functools.partial(_compile, data=data, kernels=False), mine))
-        for point, kernel, xla in zip(mine, ours, theirs, strict=True):
+        for point in mine:
             per_layer = 1e6 / (_repetitions(point) * model.layers)
-            cache = jnp.zeros(_cache_shape(point), jnp.bfloat16)
-            assert kernel is not None
-            out, cache = kernel(data, cache)
+            kernel = compiled[Chain(point, True)]
+            out, cache = kernel(data, jnp.zeros(_cache_shape(point), jnp.bfloat16))
             seconds = _seconds(kernel, data, cache)
             result: dict[str, Any] = {"point": point.name, "us": seconds * per_layer}
             if point.part == "step":
@@ -67,7 +83,8 @@ def measure(points: tuple[Point, ...], copy_bytes_per_second: float) -> Generato
             else:
                 rate = point.layer_bytes / result["us"] * 1e6
                 result |= {"TB/s": rate / 1e12, "share": rate / copy_bytes_per_second}
-            if xla is not None:
+            if point.xla:
+                xla = compiled[Chain(point, False)]
                 want, cache = xla(data, jnp.zeros(_cache_shape(point), jnp.bfloat16))
                 seconds = _seconds(xla, data, cache)
                 result |= {"xla us": seconds * per_layer, "gain": seconds * per_layer / result["us"]}
@@ -126,17 +143,7 @@ def _cache_shape(point: Point) -> tuple[int, ...]:
     return (model.layers, 2, blocks, model.kv_heads, BLOCK, model.head_dim)
 
 
-def _compile(point: Point, data: Data, kernels: bool) -> Callable[..., tuple[jax.Array, jax.Array]] | None:
-    if not kernels and not point.xla:
-        return None
-    struct = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), data)
-    cache = jax.ShapeDtypeStruct(_cache_shape(point), jnp.bfloat16)
-    run = jax.jit(lambda data, cache: _run(point, data, cache, kernels), donate_argnums=1)
-    return run.lower(struct, cache).compile()
-
-
-def _run(point: Point, data: Data, cache: jax.Array, kernels: bool) -> tuple[jax.Array, jax.Array]:
-    """All repetitions of a chain, by the fused kernels or as XLA would have it."""
+def _run(point: Point, kernels: bool, data: Data, cache: jax.Array) -> tuple[jax.Array, jax.Array]:
     model, parts = point.sizes, PARTS[point.part]
     tokens = point.tokens if kernels else point.rows
     row = jnp.arange(tokens, dtype=jnp.int32)
@@ -150,6 +157,9 @@ def _run(point: Point, data: Data, cache: jax.Array, kernels: bool) -> tuple[jax
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     config = tuned_config(model.head_dim, rows=tokens, kv_heads=model.kv_heads)
     plan = plan_decode(lengths, kv_heads=model.kv_heads, max_context=width * BLOCK, config=config)
+    qkv_plan = plan_qkv(
+        hidden=model.hidden, heads=model.heads, kv_heads=model.kv_heads, head_dim=model.head_dim, config=point.qkv
+    )
 
     def normed(x: jax.Array) -> Any:
         return normed_input(x, data.ones, config=point.project) if kernels else rms_norm_reference(x, data.ones, EPS)
@@ -169,7 +179,7 @@ def _run(point: Point, data: Data, cache: jax.Array, kernels: bool) -> tuple[jax
             matrices = QKVWeights(q=q, k=k, v=v, q_norm=data.head_ones, k_norm=data.head_ones)
             if kernels:
                 arguments = (source, matrices, cos, sin, cache, index, slots)
-                heads, cache = qkv_project(*arguments, eps=EPS, config=point.qkv)
+                heads, cache = qkv_project(*arguments, eps=EPS, plan=qkv_plan)
             else:
                 heads, cache = _qkv_by_xla(source, matrices, cos, sin, cache, index, slots)
             if point.part == "step":

@@ -16,6 +16,8 @@ class StreamConfig:
         splits: parts of the columns multiplied side by side, which shortens the chain of dependent products.
         step: columns of each part per iteration (64 or 128).
         stages: iterations in flight.
+        pieces: thread blocks that share the columns of a head of q, k and v; the last to finish one sums them up. The
+            other projections have enough blocks without.
         early_start: let the next kernel's blocks start, and load weights, before this kernel has ended (CUDA's
             programmatic dependent launch). Has no effect in the interpreter.
     """
@@ -24,6 +26,7 @@ class StreamConfig:
     splits: int = 1
     step: int = 128
     stages: int = 4
+    pieces: int = 1
     early_start: bool = False
 
     def __post_init__(self) -> None:
@@ -35,3 +38,5 @@ class StreamConfig:
             raise ValueError(f"step is {self.step}; expected 64 or 128")
         if self.stages < 2:
             raise ValueError(f"stages is {self.stages}; expected 2 or more, one being read while the next is loaded")
+        if self.pieces < 1:
+            raise ValueError(f"pieces is {self.pieces}; expected 1 or more")

@@ -83,7 +83,7 @@ def _gate_up(
     biases = [] if gate_bias is None or up_bias is None else [gate_bias, up_bias]
 
     def kernel(x_ref: Ref, squares_ref: Ref, gate_ref: Ref, up_ref: Ref, *refs: Ref) -> None:
-        bias_refs, out_ref, scratch = refs[: len(biases)], refs[len(biases)], StreamScratch(*refs[len(biases) + 1 :])
+        bias_refs, out_ref, scratch = refs[: len(biases)], refs[len(biases)], StreamScratch.of(*refs[len(biases) + 1 :])
         first = pl.multiple_of(lax.axis_index("block") * rows, 16)
 
         def load_weights(column: jax.Array, tile: Ref, loaded: Ref) -> None:

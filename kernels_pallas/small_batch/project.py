@@ -116,7 +116,7 @@ def _project(
     def kernel(x_ref: Ref, weight_ref: Ref, *refs: Ref) -> None:
         given = dict(zip(inputs, refs, strict=False))
         out_refs = refs[len(inputs) : len(inputs) + len(out_type)]
-        scratch = StreamScratch(*refs[len(inputs) + len(out_type) :])
+        scratch = StreamScratch.of(*refs[len(inputs) + len(out_type) :])
         block = lax.axis_index("block")
         first = pl.multiple_of(block * rows, 16)
 

@@ -1,7 +1,12 @@
-"""RMSNorm, projections to q, k and v, norms and rotary embedding of q and k, and the write of K and V."""
+"""RMSNorm, projections to q, k and v, norms and rotary embedding of q and k, and the write of K and V.
+
+A head is a thread block's, or several divide its columns, and the last to finish does what follows the product.
+"""
 
 import dataclasses
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -13,6 +18,8 @@ from jaxtyping import Array, Float, Float32, Int32
 from kernels_pallas.hopper import KVLayout
 from kernels_pallas.small_batch.config import StreamConfig
 from kernels_pallas.small_batch.normed import NormedInput, norm_factor
+from kernels_pallas.small_batch.pieces import finishes_last, store_piece, sum_pieces
+from kernels_pallas.small_batch.plan import QKVPlan, plan_qkv
 from kernels_pallas.small_batch.stream import (
     COMPILER_PARAMS,
     Stream,
@@ -23,7 +30,6 @@ from kernels_pallas.small_batch.stream import (
     result_columns,
     stream,
 )
-from kernels_pallas.small_batch.tuned import QKV
 from kernels_pallas.warpgroup import Ref
 
 
@@ -78,7 +84,8 @@ def qkv_project(
     slots: Int32[Array, " tokens"],
     *,
     eps: float,
-    config: StreamConfig = QKV,
+    plan: QKVPlan | None = None,
+    config: StreamConfig | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[Float[Array, "tokens heads head_dim"], Float[Array, "layers 2 num_blocks kv_heads block_size head_dim"]]:
     """Queries of the normalized `x`, and `kv` with the tokens' K and V in their slots.
@@ -95,7 +102,8 @@ def qkv_project(
         layer: index of the layer.
         slots: where each token goes, each slot at most once; a slot of `num_blocks * block_size` or more is skipped.
         eps: of all norms.
-        config: tuning parameters.
+        plan: division of the work, from `plan_qkv` with the same shapes; made here when not given.
+        config: tuning parameters where no plan is given, by default those for the shapes.
         interpret: run in Pallas's GPU interpreter (on a CPU) instead of compiling.
 
     Raises:
@@ -110,11 +118,17 @@ def qkv_project(
     expected = (x.scaled.shape[0], layout.head_dim // 2)
     if cos.shape != expected or sin.shape != expected:
         raise ValueError(f"cos and sin have shapes {cos.shape} and {sin.shape}; expected {expected}")
+    heads = weights.q.shape[0] // layout.head_dim
+    if plan is None:
+        sizes = {"heads": heads, "kv_heads": layout.kv_heads, "head_dim": layout.head_dim}
+        plan = plan_qkv(hidden=x.scaled.shape[1], **sizes, config=config)
+    if plan.pending is not None and plan.pending.shape != (heads + 2 * layout.kv_heads,):
+        raise ValueError(f"plan is for {plan.pending.shape[0]} heads; expected {heads} and twice {layout.kv_heads}")
     layer = jnp.asarray(layer, jnp.int32)
-    return _qkv_project(x, weights, cos, sin, kv, layer, slots, eps=eps, config=config, interpret=interpret)
+    return _qkv_project(x, weights, cos, sin, kv, layer, slots, plan, eps=eps, interpret=interpret)
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "config", "interpret"))
+@functools.partial(jax.jit, static_argnames=("eps", "interpret"))
 def _qkv_project(
     x: NormedInput,
     weights: QKVWeights,
@@ -123,81 +137,98 @@ def _qkv_project(
     kv: jax.Array,
     layer: jax.Array,
     slots: jax.Array,
+    plan: QKVPlan,
     *,
     eps: float,
-    config: StreamConfig,
     interpret: plgpu.InterpretGPUParams | None,
 ) -> tuple[jax.Array, jax.Array]:
     """`qkv_project` of checked arguments: under its own `jit`, all layers of a program share one lowering."""
     layout = KVLayout.of(kv)
     dim, half, features = layout.head_dim, layout.head_dim // 2, x.scaled.shape[1]
     heads = weights.q.shape[0] // dim
-    shape = Stream.of(x.scaled, dim, config)
-    tokens, dtype = shape.tokens, x.scaled.dtype
+    pieces = plan.config.pieces
+    shape = Stream.of(x.scaled, dim, plan.config, pieces=pieces)
+    tokens, dtype, blocks = shape.tokens, x.scaled.dtype, pieces * (heads + 2 * layout.kv_heads)
     norms, biases = weights.norms, weights.biases
+    pending = [] if plan.pending is None else [plan.pending]
+    struct = jax.ShapeDtypeStruct
+    out_type = [struct((tokens, heads * dim), dtype)]
+    if pieces > 1:
+        out_type.append(struct((blocks, tokens, dim), jnp.float32))
 
     def kernel(
         layer_ref: Ref, slots_ref: Ref, x_ref: Ref, squares_ref: Ref, q_ref: Ref, k_ref: Ref, v_ref: Ref,
         cos_ref: Ref, sin_ref: Ref, *refs: Ref,
     ) -> None:  # fmt: skip
-        norm_refs, refs = refs[: len(norms)], refs[len(norms) :]
-        bias_refs, refs = refs[: len(biases)], refs[len(biases) :]
-        kv_ref, out_ref, tile, *rest = refs
-        scratch = StreamScratch(*rest)
+        rest = iter(refs)
+        norm_refs, bias_refs, pending_refs = ([next(rest) for _ in given] for given in (norms, biases, pending))
+        kv_ref, out_ref = next(rest), next(rest)
+        pieces_refs = [next(rest) for _ in pending]
+        tile, scratch = next(rest), StreamScratch.of(*rest)
         block = lax.axis_index("block")
-        # Which of q, k and v the block's head is of, and which head of it.
-        kinds = (
-            (q_ref, block < heads, block),
-            (k_ref, jnp.logical_and(block >= heads, block < heads + layout.kv_heads), block - heads),
-            (v_ref, block >= heads + layout.kv_heads, block - heads - layout.kv_heads),
-        )
+        head, piece = (block, 0) if pieces == 1 else (block // pieces, lax.rem(block, jnp.int32(pieces)))
+        # What the head is one of, and which of those: 0 for q, 1 for k, 2 for v.
+        kind = (head >= heads).astype(jnp.int32) + (head >= heads + layout.kv_heads).astype(jnp.int32)
+        of_kind = (head, head - heads, head - heads - layout.kv_heads)
 
         def load_weights(column: jax.Array, tile: Ref, loaded: Ref) -> None:
-            for ref, mine, head in kinds:
+            for index, ref in enumerate((q_ref, k_ref, v_ref)):
 
-                @pl.when(mine)
-                def _(ref: Ref = ref, head: jax.Array = head) -> None:
-                    rows = pl.ds(pl.multiple_of(head * dim, dim), dim)
+                @pl.when(kind == index)
+                def _(index: int = index, ref: Ref = ref) -> None:
+                    rows = pl.ds(pl.multiple_of(of_kind[index] * dim, dim), dim)
                     plgpu.copy_gmem_to_smem(ref.at[rows, pl.ds(column, shape.step)], tile, loaded)
 
-        def load_others() -> tuple[jax.Array, jax.Array, jax.Array, list[jax.Array]]:
-            factor = per_token(norm_factor(squares_ref, features, eps), half)
-            c, s = load_by_token(cos_ref, 0, half), load_by_token(sin_ref, 0, half)
-            return factor, c, s, [layer_ref[0], *(slots_ref[token] for token in range(tokens))]
+        def load_mine(refs: Sequence[Ref], rows: Sequence[int | jax.Array]) -> list[jax.Array]:
+            """Halves of `ref[row * dim : (row + 1) * dim]` for every token, of that ref that is the head's kind's."""
+            # All are loaded: a branch would wait for its loads before others begin.
+            mine = [(kind == index).astype(jnp.float32) for index in range(len(refs))]
 
-        factor, c, s, (layer, *slot_of) = stream(
-            shape, scratch, load_weights, x_ref, load_others, interpreted=interpret is not None
+            def load(first: int) -> jax.Array:
+                starts = [pl.multiple_of(jnp.int32(row * dim) + first, half) for row in rows]
+                loaded = [load_row(ref, start, half, tokens) for ref, start in zip(refs, starts, strict=True)]
+                return functools.reduce(jnp.add, [row * chosen for row, chosen in zip(loaded, mine, strict=True)])
+
+            return [load(first) for first in (0, half)]
+
+        def load_others() -> dict[str, Any]:
+            others = {
+                "factor": per_token(norm_factor(squares_ref, features, eps), half),
+                "angles": (load_by_token(cos_ref, 0, half), load_by_token(sin_ref, 0, half)),
+                "layer": layer_ref[0],
+                "slots": [slots_ref[token] for token in range(tokens)],
+            }
+            if norm_refs:
+                others["norm"] = load_mine(norm_refs, [0, 0])
+            if bias_refs:
+                counts = (heads, layout.kv_heads, layout.kv_heads)
+                rows = [jnp.clip(index, 0, count - 1) for index, count in zip(of_kind, counts, strict=True)]
+                others["bias"] = load_mine(bias_refs, rows)
+            return others
+
+        others = stream(
+            shape, scratch, load_weights, x_ref, load_others, piece=piece, interpreted=interpret is not None
         )
 
-        def halves(kind: int) -> list[jax.Array]:
-            """The head's projection, its two halves apart."""
-            values = [result_columns(shape, scratch, first, half) * factor for first in (0, half)]
-            if not bias_refs:
-                return values
-            first = kinds[kind][2] * dim
-            return [
-                value + load_row(bias_refs[kind], pl.multiple_of(first + index * half, half), half, tokens)
-                for index, value in enumerate(values)
-            ]
+        def product(first: int) -> jax.Array:
+            """Half of the head's."""
+            if pieces_refs:
+                return sum_pieces(shape, pieces_refs[0], head, first, half)
+            return result_columns(shape, scratch, first, half)
 
-        def rotated(kind: int) -> list[jax.Array]:
-            left, right = halves(kind)
+        def normed_and_rotated(left: jax.Array, right: jax.Array) -> list[jax.Array]:
             if norm_refs:
                 mean = (left * left + right * right).sum(axis=1) * (1 / dim)
                 scale = per_token(lax.rsqrt(mean + eps), half)
-                left, right = (
-                    value * scale * load_row(norm_refs[kind], first, half, tokens)
-                    for value, first in ((left, 0), (right, half))
-                )
+                left, right = (value * scale * norm for value, norm in zip((left, right), others["norm"], strict=True))
+            c, s = others["angles"]
             return [left * c - right * s, right * c + left * s]
 
-        def write_cache(kind: int, values: list[jax.Array]) -> None:
-            # Whole rows at once: the compiler swizzles this tile by rows of 128 bytes, which TMA undoes by address, but
-            # which a store to a slice counts from the slice's start. Stored apart, right halves come out permuted.
-            tile[...] = lax.concatenate(values, 1).astype(dtype)
+        def write_cache() -> None:
             plgpu.commit_smem()
-            first_page = layout.first_page(layer) + (kind - 1) * layout.value_offset + kinds[kind][2]
-            for token, slot in enumerate(slot_of):
+            which = of_kind[1] + (kind - 1) * (layout.value_offset - layout.kv_heads)
+            first_page = layout.first_page(others["layer"]) + which
+            for token, slot in enumerate(others["slots"]):
 
                 @pl.when(slot < layout.num_blocks * layout.block_size)
                 def _(token: int = token, slot: jax.Array = slot) -> None:
@@ -207,31 +238,46 @@ def _qkv_project(
 
             plgpu.wait_smem_to_gmem(0)
 
-        @pl.when(kinds[0][1])
-        def _() -> None:
-            for index, value in enumerate(rotated(0)):
-                columns = pl.ds(pl.multiple_of(block * dim + index * half, half), half)
-                out_ref.at[:, columns][...] = value.astype(dtype)
+        def finish() -> None:
+            values = [product(first) * others["factor"] for first in (0, half)]
+            if bias_refs:
+                values = [value + bias for value, bias in zip(values, others["bias"], strict=True)]
+            rotated = normed_and_rotated(*values)
 
-        @pl.when(kinds[1][1])
-        def _() -> None:
-            write_cache(1, rotated(1))
+            def write_queries() -> None:
+                for index, value in enumerate(rotated):
+                    columns = pl.ds(pl.multiple_of(head * dim + index * half, half), half)
+                    out_ref.at[:, columns][...] = value.astype(dtype)
 
-        @pl.when(kinds[2][1])
-        def _() -> None:
-            write_cache(2, halves(2))
+            def fill_tile(values: list[jax.Array]) -> None:
+                # Whole rows at once: the compiler swizzles this tile by rows of 128 bytes, which TMA undoes by address,
+                # but which a store to a slice counts from the slice's start. Stored apart, right halves are permuted.
+                tile[...] = lax.concatenate(values, 1).astype(dtype)
+
+            pl.when(kind == 0)(write_queries)
+            pl.when(kind == 1)(functools.partial(fill_tile, rotated))
+            pl.when(kind == 2)(functools.partial(fill_tile, values))
+            pl.when(kind > 0)(write_cache)
+
+        if not pieces_refs:
+            finish()
+            return
+        store_piece(shape, scratch, pieces_refs[0].at[block])
+        last = finishes_last(shape, scratch, pending_refs[0], head, piece, interpreted=interpret is not None)
+        pl.when(last)(finish)
 
     pages = jax.new_ref(kv.reshape(layout.pages, layout.block_size, dim))
-    q = plgpu.kernel(
+    q, *_ = plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct((tokens, heads * dim), dtype),
-        grid=(heads + 2 * layout.kv_heads,),
+        out_type=out_type,
+        grid=(blocks,),
         grid_names=("block",),
         scratch_types=[plgpu.SMEM((tokens, dim), dtype), *shape.scratch()],
         compiler_params=COMPILER_PARAMS,
         kernel_name="qkv_project",
         interpret=interpret,
     )(
-        layer[None], slots, x.scaled, x.sum_squares, weights.q, weights.k, weights.v, cos, sin, *norms, *biases, pages
+        layer[None], slots, x.scaled, x.sum_squares, weights.q, weights.k, weights.v, cos, sin, *norms, *biases,
+        *pending, pages,
     )  # fmt: skip
     return q.reshape(tokens, heads, dim), pages[...].reshape(kv.shape)

@@ -5,7 +5,8 @@ multiplied by wgmma as y = x W^T. wgmma has 64 rows, tokens are few: the rows le
 other columns ("splits"), and the block's rows of W come once for each split. Of the product of all token parts with all
 weight parts only those of the same split are used, and summed. The matrix units have time for the rest; what is gained
 is that a block may have any number of rows, so that small matrices spread over all multiprocessors, that the chain of
-dependent products is short, and that no reduction between thread blocks is needed.
+dependent products is short, and that no reduction between thread blocks is needed. (Where a block's rows are given, as
+those of a head, its columns may be divided among several; summing up is then the caller's.)
 
 The result lies in shared memory by token, where epilogues read it in a layout of their own (`BY_TOKEN`).
 """
@@ -39,7 +40,8 @@ OTHER_SHARED_MEMORY = 12 * 1024
 class Stream:
     """Static sizes of the product of a thread block.
 
-    `tokens` x `features` times `rows` x `features`, the latter read in `copies` pieces of rows.
+    `tokens` x `features` times `rows` x `features`, the latter read in `copies` parts of the rows. The features may be
+    cut into `pieces`, each a thread block's, as equal as whole iterations are.
     """
 
     tokens: int
@@ -49,9 +51,10 @@ class Stream:
     config: StreamConfig
     dtype: Any
     copies: int = 1
+    pieces: int = 1
 
     @classmethod
-    def of(cls, x: jax.Array, rows: int, config: StreamConfig, copies: int = 1) -> "Stream":
+    def of(cls, x: jax.Array, rows: int, config: StreamConfig, copies: int = 1, pieces: int = 1) -> "Stream":
         """Sizes for `x [tokens, features]`, with as many splits as divide the features; ValueError if it cannot run."""
         tokens, features = x.shape
         if tokens not in SUPPORTED_TOKENS:
@@ -68,7 +71,12 @@ class Stream:
                 f"splits={splits} of {rows} rows are {splits * rows} columns of a product; wgmma has {WGMMA_COLUMNS}. "
                 "Use fewer rows or splits."
             )
-        shape = cls(tokens, features, rows, splits, config, x.dtype, copies)
+        shape = cls(tokens, features, rows, splits, config, x.dtype, copies, pieces)
+        if pieces > shape.all_steps:
+            raise ValueError(
+                f"pieces is {pieces}; {features} features are {shape.all_steps} times {splits} splits of {shape.step}. "
+                "Use fewer pieces."
+            )
         used = shape.shared_memory()
         if used > SHARED_MEMORY_PER_BLOCK:
             raise ValueError(
@@ -78,24 +86,23 @@ class Stream:
         return shape
 
     @property
-    def width(self) -> int:
-        """Columns of a split."""
-        return self.features // self.splits
-
-    @property
     def step(self) -> int:
         """Columns of each split per iteration."""
-        return self.config.step if self.width % self.config.step == 0 else 64
+        return self.config.step if self.features % (self.splits * self.config.step) == 0 else 64
 
     @property
-    def steps(self) -> int:
-        """Iterations."""
-        return self.width // self.step
+    def all_steps(self) -> int:
+        """Iterations of all pieces together."""
+        return self.features // (self.splits * self.step)
+
+    def first_step(self, piece: int | jax.Array) -> int | jax.Array:
+        """Iterations of the pieces before."""
+        return piece * self.all_steps // self.pieces
 
     @property
     def stages(self) -> int:
-        """Iterations in flight: no more than there are."""
-        return min(self.config.stages, self.steps)
+        """Iterations in flight: no more than the smallest piece has."""
+        return min(self.config.stages, self.all_steps // self.pieces)
 
     @property
     def _tiles(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
@@ -108,26 +115,34 @@ class Stream:
     def shared_memory(self) -> int:
         """Bytes of shared memory of a thread block."""
         weights, x, result = self._tiles
-        return shared_memory_bytes((weights, 2), (x, 2), (result, 4)) + OTHER_SHARED_MEMORY
+        ring, product = shared_memory_bytes((weights, 2), (x, 2)), shared_memory_bytes((result, 4))
+        return max(ring, product) + OTHER_SHARED_MEMORY
 
     def scratch(self) -> list[Any]:
-        """Shared memory and barriers, in the order of `StreamScratch`."""
+        """Shared memory and barriers, for `StreamScratch.of`."""
         weights, x, result = self._tiles
         return [
-            plgpu.SMEM(weights, self.dtype, transforms=MATRIX_TILES),
-            plgpu.SMEM(x, self.dtype, transforms=MATRIX_TILES),
-            plgpu.SMEM(result, jnp.float32),
+            plgpu.RefUnion(
+                [plgpu.SMEM(tile, self.dtype, transforms=MATRIX_TILES) for tile in (weights, x)],
+                plgpu.SMEM(result, jnp.float32),
+            ),
             plgpu.Barrier(num_arrivals=self.splits * (self.copies + 1), num_barriers=self.stages),
         ]
 
 
 class StreamScratch(NamedTuple):
-    """A thread block's shared memory and barriers."""
+    """A thread block's shared memory and barriers. The result lies where the weights and x did."""
 
     weights: Ref  # [stages, splits * rows, step]
     x: Ref  # [stages, 64, step]; row split * tokens + token, as in `result`
     result: Ref  # [64, rows], float32
     loaded: Ref
+
+    @classmethod
+    def of(cls, tiles: Ref, loaded: Ref) -> "StreamScratch":
+        """What `Stream.scratch` has allocated."""
+        (weights, x), result = tiles
+        return cls(weights, x, result, loaded)
 
 
 LoadWeights = Callable[[jax.Array, Ref, Ref], None]
@@ -146,17 +161,21 @@ def stream[T](
     x_ref: Ref,
     meanwhile: Callable[[], T],
     *,
+    piece: int | jax.Array = 0,
     interpreted: bool,
 ) -> T:
     """Multiply a block's weights with the tokens of `x_ref [tokens, features]`; the result is then in `scratch`.
 
     What `meanwhile` returns is returned: it is called while the first weights are on their way, to load what the
-    epilogue needs.
+    epilogue needs. `piece` is the block's piece of the features.
     """
     tokens, rows, step, stages = shape.tokens, shape.rows, shape.step, shape.stages
+    begin = shape.first_step(piece)
+    steps = shape.first_step(piece + 1) - begin
 
     def columns(split: int, index: int | jax.Array) -> jax.Array:
-        return pl.multiple_of(jnp.int32(split * shape.width) + index * step, 64)
+        first = (begin * shape.splits + split * steps) * step
+        return pl.multiple_of(jnp.int32(first) + index * step, 64)
 
     def load_w(index: int | jax.Array, slot: int | jax.Array) -> None:
         for split in range(shape.splits):
@@ -180,14 +199,14 @@ def stream[T](
     loaded = meanwhile()
 
     def multiply(accumulator: Ref) -> jax.Array:
-        @pl.loop(0, shape.steps)
+        @pl.loop(0, steps)
         def _(index: jax.Array) -> None:
             slot = lax.rem(index, jnp.int32(stages))
             plgpu.barrier_wait(scratch.loaded.at[slot])
             plgpu.wgmma(accumulator, scratch.x.at[slot], scratch.weights.at[slot].transpose((1, 0)))
             plgpu.wgmma_wait(0)
 
-            @pl.when(index + stages < shape.steps)
+            @pl.when(index + stages < steps)
             def _() -> None:
                 plgpu.commit_smem()  # every warp is done with the slot
                 load_w(index + stages, slot)
@@ -201,6 +220,7 @@ def stream[T](
     for split in range(shape.splits):
         # Rows without tokens may hold NaN: selected away, not multiplied by zero.
         same = jnp.where(split_of_row == split, product[:, split * rows : (split + 1) * rows], same)
+    plgpu.commit_smem()  # every warp is done with the last weights
     scratch.result[...] = same
     plgpu.commit_smem()
     return loaded

@@ -19,11 +19,24 @@ from jaxllm.layers.paged_attention import PagedBatch
 from jaxllm.models.decoder import Decoder, block_with
 from jaxllm.parallel.mesh import make_mesh
 from jaxllm.parallel.placement import Placement
+from kernels_pallas.small_batch import StreamConfig, plan
 
 
-@pytest.mark.parametrize(("family", "scales"), [("qwen3", None), ("qwen2", None), ("qwen3", ((0.05, 0.002),))])
-def test_a_decode_step_equals_the_decoders(tiny: Callable[..., Path], family: str, scales: LayerScales | None) -> None:
-    """In the interpreter, bfloat16: three rows and one of padding; norms on q and k, or biases; scales of float8."""
+@pytest.mark.parametrize(
+    ("family", "scales", "pieces"), [("qwen3", None, 1), ("qwen2", None, 2), ("qwen3", ((0.05, 0.002),), 2)]
+)
+def test_a_decode_step_equals_the_decoders(
+    tiny: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    scales: LayerScales | None,
+    pieces: int,
+) -> None:
+    """In the interpreter, bfloat16: three rows and one of padding; norms on q and k, or biases; scales of float8.
+
+    Heads of q, k and v whole, as those of small models are, or cut, as of large ones.
+    """
+    monkeypatch.setattr(plan, "qkv_config", lambda **_: StreamConfig(splits=1, step=64, stages=2, pieces=pieces))
     path = tiny(family, head_dim=64, hidden_size=128, intermediate_size=128, num_hidden_layers=len(scales or (0, 1)))
     config, dtype = resolve(str(path)).config, jnp.dtype("bfloat16")
     layout = KVLayout.of(config, 16, dtype if scales is None else jnp.dtype("float8_e4m3fn"), 1, scales)

@@ -29,6 +29,13 @@ def test_programs_lowered_elsewhere_run_here():
         np.testing.assert_allclose(compiled[program](x), np.asarray(x) ** program.exponent)
 
 
+def test_arguments_are_overwritten_where_they_may_be():
+    x = jnp.arange(3.0)
+    compiled = compile_all([Power(1)], donated=(0,), processes=1, platform="cpu")
+    np.testing.assert_allclose(compiled[Power(1)](x), np.arange(3.0))
+    assert x.is_deleted()
+
+
 def test_layers_of_a_point_have_pages_of_their_own():
     point = points.Point(4, ("uniform", 300), block_size=64)
     program = DecodeProgram.of(point, pool=2 * 8 * 64 * 128 * 2048)

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 from kernels.attention_cases import relative_error
 
+from kernels_pallas.hopper import MULTIPROCESSORS
 from kernels_pallas.small_batch import (
+    SUPPORTED_TOKENS,
     NormedInput,
     QKVWeights,
     StreamConfig,
@@ -15,6 +17,8 @@ from kernels_pallas.small_batch import (
     gate_up_reference,
     normalized,
     normed_input,
+    plan_qkv,
+    points,
     project,
     project_reference,
     project_residual,
@@ -23,6 +27,8 @@ from kernels_pallas.small_batch import (
     refusal,
     rms_norm_reference,
 )
+from kernels_pallas.small_batch.stream import Stream
+from kernels_pallas.small_batch.tuned import qkv_config
 
 TOLERANCE = 4e-3  # rounding of the input and of the output to bfloat16 is 2e-3 of them each
 EPS = 1e-5
@@ -135,23 +141,93 @@ QKV = {
     "Qwen3": dict(tokens=8, heads=3, kv_heads=1, dim=128, block_size=16, norms=True, biases=False),
     "Qwen2, head_dim 64": dict(tokens=16, heads=3, kv_heads=2, dim=64, block_size=32, norms=False, biases=True),
     "all": dict(tokens=8, heads=2, kv_heads=1, dim=64, block_size=64, norms=True, biases=True),
+    "32 tokens": dict(tokens=32, heads=1, kv_heads=1, dim=128, block_size=16, norms=True, biases=False),
 }
+
+
+def assert_projected(q, kv, want_q, want_cache):
+    assert relative_error(q, want_q) < 2 * TOLERANCE
+    written = ~np.isnan(want_cache)
+    got = np.asarray(kv.astype(jnp.float32))
+    np.testing.assert_array_equal(np.isnan(got), ~written)
+    assert relative_error(got[written], want_cache[written]) < 2 * TOLERANCE
 
 
 @pytest.mark.parametrize("name", QKV)
 def test_qkv_equals_float64(name, execute):
-    arguments, x, norm, want_q, want_cache = qkv_case(hidden=256, **QKV[name])
+    arguments, x, norm, *want = qkv_case(hidden=256, **QKV[name])
     config = StreamConfig(splits=2, step=64, stages=2)
+    assert_projected(*execute(qkv_project, *arguments, eps=EPS, config=config), *want)
+    assert_projected(*qkv_project_reference(rms_norm_reference(x, norm, EPS), *arguments[1:], eps=EPS), *want)
 
-    def assert_equal(q, kv):
-        assert relative_error(q, want_q) < 2 * TOLERANCE
-        written = ~np.isnan(want_cache)
-        got = np.asarray(kv.astype(jnp.float32))
-        np.testing.assert_array_equal(np.isnan(got), ~written)
-        assert relative_error(got[written], want_cache[written]) < 2 * TOLERANCE
 
-    assert_equal(*execute(qkv_project, *arguments, eps=EPS, config=config))
-    assert_equal(*qkv_project_reference(rms_norm_reference(x, norm, EPS), *arguments[1:], eps=EPS))
+CUT = {  # case, hidden, and how it is cut; pieces of several iterations and of one, unequal ones, and all there can be
+    "Qwen3": ("Qwen3", 512, StreamConfig(splits=1, step=64, stages=4, pieces=3)),
+    "Qwen2, head_dim 64": ("Qwen2, head_dim 64", 512, StreamConfig(splits=2, step=64, stages=2, pieces=2)),
+    "all": ("all", 256, StreamConfig(splits=1, step=64, stages=2, pieces=4)),
+    "32 tokens": ("32 tokens", 256, StreamConfig(splits=1, step=128, stages=4, pieces=2)),
+}
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_qkv_in_pieces_equals_float64(name, execute):
+    case, hidden, config = CUT[name]
+    arguments, _, _, *want = qkv_case(hidden=hidden, **QKV[case])
+    assert_projected(*execute(qkv_project, *arguments, eps=EPS, config=config), *want)
+
+
+@pytest.mark.gpu
+def test_pieces_have_the_same_bits_whoever_sums_them():
+    """Many launches that share a plan, each of which leaves its counters as they were."""
+    sizes = {"heads": 32, "kv_heads": 8, "dim": 128}
+    arguments, _, _, *want = qkv_case(hidden=4096, tokens=8, block_size=64, norms=True, biases=False, **sizes)
+    source, weights, cos, sin, cache, layer, slots = arguments
+
+    @jax.jit
+    def run(source, weights, cache):
+        plan = plan_qkv(hidden=4096, heads=32, kv_heads=8, head_dim=128)
+        assert plan.config.pieces > 1
+
+        def again(_, carry):
+            before, same = carry
+            after = qkv_project(source, weights, cos, sin, before[1], layer, slots, eps=EPS, plan=plan)
+            equal = [jnp.array_equal(a, b, equal_nan=True) for a, b in zip(before, after, strict=True)]
+            return after, same & equal[0] & equal[1]
+
+        first = qkv_project(source, weights, cos, sin, cache, layer, slots, eps=EPS, plan=plan)
+        last, same = jax.lax.fori_loop(0, 500, again, (first, jnp.bool_(True)))
+        return *last, same, plan.pending
+
+    q, cache, same, pending = run(source, weights, cache)
+    assert same
+    assert_projected(q, cache, *want)
+    np.testing.assert_array_equal(pending, np.full(48, 5))
+
+
+def test_heads_are_cut_where_they_leave_multiprocessors_idle():
+    def pieces(hidden, heads, head_dim=128):
+        return qkv_config(hidden=hidden, heads=heads, head_dim=head_dim).pieces
+
+    assert pieces(1024, 32) == 1  # Qwen3-0.6B
+    assert pieces(2048, 32) == 4  # 1.7B
+    assert pieces(4096, 48) == 5  # 8B
+    assert pieces(5120, 80) == 1  # 32B
+    assert pieces(896, 18, 64) == 1  # Qwen2.5-0.5B
+    for hidden, heads in ((2048, 32), (2560, 48), (4096, 48), (5120, 56)):
+        assert 96 <= heads * pieces(hidden, heads) <= 2 * MULTIPROCESSORS
+
+
+@pytest.mark.parametrize("tokens", SUPPORTED_TOKENS)
+def test_two_blocks_of_a_cut_head_fit_a_multiprocessor(tokens):
+    config = qkv_config(hidden=4096, heads=48, head_dim=128)
+    shape = Stream.of(jnp.zeros((tokens, 4096), jnp.bfloat16), 128, config, pieces=config.pieces)
+    shared_memory, reserved = 228 * 1024, 1024  # of a multiprocessor, and for each block (compute capability 9.0)
+    assert 2 * (shape.shared_memory() + reserved) <= shared_memory
+
+
+@pytest.mark.parametrize("selection", [points.POINTS, points.QUICK, points.TUNE])
+def test_measured_points_have_names_of_their_own(selection):
+    assert len({point.name for point in selection}) == len(selection)
 
 
 def test_refuses_what_it_cannot_run():
@@ -182,10 +258,17 @@ def test_refuses_what_it_cannot_run():
     assert "x has dtype float16" in (refusal(tokens=8, **{**sizes, "dtype": jnp.dtype(jnp.float16)}) or "")
     with pytest.raises(ValueError, match="rows is 24"):
         StreamConfig(rows=24)
+    with pytest.raises(ValueError, match="pieces is 0"):
+        StreamConfig(pieces=0)
     arguments, *_ = qkv_case(hidden=256, **QKV["Qwen3"])
     source, weights, *rest = arguments
     with pytest.raises(ValueError, match="one of q_norm and k_norm is given"):
         qkv_project(source, dataclasses.replace(weights, k_norm=None), *rest, eps=EPS)
+    with pytest.raises(ValueError, match="pieces is 3; 256 features are 2 times 2 splits of 64"):
+        qkv_project(source, weights, *rest, eps=EPS, config=StreamConfig(splits=2, step=64, pieces=3))
+    with pytest.raises(ValueError, match="plan is for 6 heads; expected 3 and twice 1"):
+        plan = plan_qkv(hidden=256, heads=4, kv_heads=1, head_dim=128, config=StreamConfig(pieces=2))
+        qkv_project(source, weights, *rest, eps=EPS, plan=plan)
     with pytest.raises(ValueError, match="cos and sin have shapes"):
         qkv_project(source, weights, rest[0][:, :32], rest[1][:, :32], *rest[2:], eps=EPS)
 
@@ -233,3 +316,5 @@ def test_three_layers_lower_for_cuda_once(name, tokens):
     # (They are counted by content: a call of which not all results are used is lowered apart.)
     assert len(set(re.findall(r'kernel_hash = "([^"]*)"', lowered))) == 5
     assert lowered.count("@mosaic_gpu_v2") == 6
+    (project_qkv,) = re.findall(r"func private @_qkv_project\(.*?\n  }", lowered, re.DOTALL)
+    assert "output_operand_aliases = [#stablehlo.output_operand_alias" in project_qkv
