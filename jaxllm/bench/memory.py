@@ -1,7 +1,7 @@
 """Everything that is claimed about the size of the KV cache, measured on a GPU in one run.
 
 Each measurement has a process of its own, since JAX keeps its memory pool and its peak until a process ends. Those that
-leave room for each other share the card; the rest wait until they have it for themselves. About seven minutes on an
+leave room for each other share the card; the rest wait until they have it for themselves. About nine minutes on an
 H200 with 16 cores.
 """
 

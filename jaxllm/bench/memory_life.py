@@ -65,6 +65,7 @@ def life(
             "startup": runner.memory_report.startup_seconds,
             "process_startup": time.perf_counter() - begun,
             "phases": runner.startup["phases"],
+            "made": {name: runner.startup[name]["programs"] for name in ("lowered", "compiled", "kept")},
             "num_programs": len(list(runner.programs)),
             "kv_bytes_match": runner.kv.nbytes == runner.memory_report.kv_array_bytes,
         }
@@ -104,6 +105,7 @@ def _of_report(report: MemoryReport) -> Result:
         "headroom": budget.headroom,
         "caps": {cap.name: cap.bytes for cap in budget.caps},
         "blocks": report.num_kvcache_blocks,
+        "fitting": report.fitting_blocks,
         "block_size": report.block_size,
         "block_bytes": report.block_bytes,
         "bound_by": report.bound_by,

@@ -60,7 +60,8 @@ def verdicts(results: Result) -> list[Verdict]:
         _agreement(results),
         _truth(results),
         *_inside(results),
-        *_soaks(results),
+        _soak(results),
+        *(_again(results, names) for names in (cases.SOAKS, cases.STARTS)),
         *_beside(results),
         _cost(results),
     ]
@@ -128,43 +129,58 @@ def _inside(results: Result) -> Iterator[Verdict]:
         )
 
 
-def _soaks(results: Result) -> Iterator[Verdict]:
-    first, second = (_of(results, name) for name in cases.SOAKS)
+def _soak(results: Result) -> Verdict:
+    first = _of(results, cases.SOAKS[0])
     claim = "soak at .95: pool full, preempted, bytes in use flat, reported peak not exceeded"
     if "finished" not in first:
-        yield Verdict(claim, None, _brief(first))
-    else:
-        full = first["preemptions"] > 0 and first["least_free_blocks"] <= first["blocks"] // 100
-        # Results with log probabilities, under way for two steps at a time, come and go; nothing stays.
-        flat = first["in_use_growth"] is not None and first["in_use_growth"] <= MIB
-        flat = flat and first["in_use_spread"] <= 32 * MIB
-        done = first["asked"] >= 1000 and first["finished"] == first["asked"]
-        yield Verdict(
-            claim,
-            full and flat and done and first["peak_below_report"] >= 0,
-            f"{first['finished']} of {first['asked']} requests in {first['steps']} steps, {first['preemptions']} "
-            f"preemptions, {first['least_free_blocks']} of {first['blocks']} blocks free at the least, spread "
-            f"{first['in_use_spread']} bytes, growth {first['in_use_growth']}, peak {first['peak_below_report']} below "
-            "the report",
-        )
-    blocks = first.get("blocks"), second.get("blocks")
-    measured = None not in blocks
-    claim = "the same number of blocks in a second process, from the programs of the first"
-    yield Verdict(claim, blocks[0] == blocks[1] if measured else None, f"{blocks[0]} and {blocks[1]}")
+        return Verdict(claim, None, _brief(first))
+    full = first["preemptions"] > 0 and first["least_free_blocks"] <= first["blocks"] // 100
+    # Results with log probabilities, under way for two steps at a time, come and go; nothing stays.
+    flat = first["in_use_growth"] is not None and first["in_use_growth"] <= MIB
+    flat = flat and first["in_use_spread"] <= 32 * MIB
+    done = first["asked"] >= 1000 and first["finished"] == first["asked"]
+    return Verdict(
+        claim,
+        full and flat and done and first["peak_below_report"] >= 0,
+        f"{first['finished']} of {first['asked']} requests in {first['steps']} steps, {first['preemptions']} "
+        f"preemptions, {first['least_free_blocks']} of {first['blocks']} blocks free at the least, spread "
+        f"{first['in_use_spread']} bytes, growth {first['in_use_growth']}, peak {first['peak_below_report']} below "
+        "the report",
+    )
+
+
+def _again(results: Result, names: tuple[str, str]) -> Verdict:
+    first, second = (_of(results, name) for name in names)
+    claim = f"{names[0]}: the same number of blocks in a second process, which compiles nothing"
+    if "made" not in second or "blocks" not in first:
+        return Verdict(claim, None, _brief(second if "blocks" in first else first))
+    made = second["made"]
+    told = [
+        f"{life['blocks']} blocks of {life.get('fitting', '?')} that fit (bound by {life['bound_by']}), ready in "
+        f"{life['startup']:.1f} s"
+        for life in (first, second)
+    ]
+    return Verdict(
+        claim,
+        first["blocks"] == second["blocks"] and not made["compiled"],
+        f"{' and '.join(told)}; the second lowered {made['lowered']} programs, compiled {made['compiled']} and found "
+        f"{made['kept']}",
+    )
 
 
 def _beside(results: Result) -> Iterator[Verdict]:
+    """Of blocks that fit: what is taken can be the same although they differ (`jaxllm.memory.earlier`)."""
     pair = _of(results, "together")
-    counts = [[life.get("blocks") for life in pair.get(when, [])] for when in ("together", "in turn")]
+    counts = [[life.get("fitting") for life in pair.get(when, [])] for when in ("together", "in turn")]
     measured = all(len(count) == 2 and None not in count for count in counts)
     yield Verdict(
         "engines at .35 and .20: the same together and in turn",
         counts[0] == counts[1] if measured else None,
         f"{counts[0]} and {counts[1]}",
     )
-    alone = _of(results, "alone").get("blocks")
+    alone = _of(results, "alone").get("fitting")
     for name, claim in (("leaves", "a neighbour that leaves"), ("comes", "a neighbour that comes")):
-        blocks = _of(results, name).get("blocks")
+        blocks = _of(results, name).get("fitting")
         known = alone is not None and blocks is not None
         yield Verdict(
             f"{claim} during warm-up changes nothing", blocks == alone if known else None, f"{blocks}, without {alone}"
@@ -177,7 +193,7 @@ def _beside(results: Result) -> Iterator[Verdict]:
         named if "neighbour" in crowd else None,
         text.splitlines()[0] if text else str(crowd.get("blocks")),
     )
-    blocks = [_of(results, "files").get(name, {}).get("blocks") for name in ("one file", "shards")]
+    blocks = [_of(results, "files").get(name, {}).get("fitting") for name in ("one file", "shards")]
     yield Verdict(
         "one safetensors file and shards: the same", blocks[0] == blocks[1] if None not in blocks else None, f"{blocks}"
     )
@@ -230,15 +246,16 @@ def _short(program: str) -> str:
 
 
 def _lives(results: Result) -> Iterator[str]:
-    head = ("life", "programs", "limit", "idle", "ready", "most under load", "outside, ready and after", "blocks")
-    yield f"| {' | '.join(head)} | bound by |"
-    yield "|---|---|---|---|---|---|---|---|---|"
+    head = ("life", "programs", "limit", "idle", "ready", "most under load", "outside, ready and after", "fit")
+    yield f"| {' | '.join(head)} | blocks | bound by |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
     for name in LIVES:
         life = _of(results, name)
         if "used_ready" in life:
             sizes = [f"{life[key]:,}" for key in ("limit", "used_idle", "used_ready", "used_most")]
             outside = [f"{life[key] / _MB:.0f} MB" for key in ("outside_ready", "outside_after") if key in life]
-            cells = [name, life["num_programs"], *sizes, " and ".join(outside), life["blocks"], life["bound_by"]]
+            cells = [name, life["num_programs"], *sizes, " and ".join(outside)]
+            cells += [life.get("fitting", "-"), life["blocks"], life["bound_by"]]
             yield f"| {' | '.join(map(str, cells))} |"
 
 

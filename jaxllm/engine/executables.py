@@ -117,11 +117,15 @@ class ExecutableCache:
         except (OSError, ValueError, NotImplementedError) as error:
             logger.warning("a compiled program was not kept for the next start: %s", error)
 
-    def _path(self, facts: tuple[Any, ...]) -> Path:
-        assert self._folder is not None
+    def digest(self, *facts: Any) -> str:
+        """Of all that the programs depend on, and these further facts: 64 hexadecimal digits."""
         digest = self._digest.copy()
         digest.update(repr(facts).encode())
-        return self._folder / f"{digest.hexdigest()}.program"
+        return digest.hexdigest()
+
+    def _path(self, facts: tuple[Any, ...]) -> Path:
+        assert self._folder is not None
+        return self._folder / f"{self.digest(*facts)}.program"
 
 
 @cache

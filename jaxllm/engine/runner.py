@@ -16,6 +16,7 @@ from jaxllm.checkpoint.load import load_parameters
 from jaxllm.checks import integer
 from jaxllm.engine.attention import Attention
 from jaxllm.engine.device_state import DeviceState, StateUpdates, allocate_state
+from jaxllm.engine.kept_sizes import KeptSizes
 from jaxllm.engine.lowering import abstract_weights
 from jaxllm.engine.program_maker import ProgramMaker
 from jaxllm.engine.programs import Programs
@@ -74,10 +75,12 @@ class Runner:
         self.shapes = spec.shapes
         replicas = spec.placement.data_parallel_size
         self.seats = Seats(config.max_rows, self.shapes.blocks_per_row, self.shapes.samplers, replicas)
-        self._demand = demand = cache_demand(spec)
+        self._demand = cache_demand(spec)
         if not isinstance(source, Weights):
-            check_weights(devices, demand)
+            check_weights(devices, self._demand)
         abstract = source.abstract() if isinstance(source, Weights) else abstract_weights(spec)
+        sizes = KeptSizes.of(spec, abstract)
+        demand = replace(self._demand, earlier=sizes.read())
         with ProgramMaker(spec, abstract, times) as maker:
             maker.begin(WARM_UP_BLOCKS, largest(self.shapes), then=len(self.shapes.all()))
             with times.phase("weights"):
@@ -85,7 +88,7 @@ class Runner:
                 self.state = allocate_state(spec.state, spec.placement)  # counted with the weights
                 self.updates = StateUpdates(spec.state, spec.placement)
             self.memory_report = self._size(maker, demand, devices, times)
-            self.programs = self._compile(maker, demand)
+            self.programs = self._compile(maker, demand, sizes.begin)
         self._most_blocks = self.num_blocks
         with times.phase("allocate"):
             self._allocate()
@@ -93,6 +96,7 @@ class Runner:
             self._rehearse()
             self.programs.mark_ready()
             self.memory_report = settle(self.memory_report, devices)
+        sizes.complete(self.num_blocks)
         self.memory_report = replace(self.memory_report, startup_seconds=time.perf_counter() - start)
         self.startup = times.to_dict()
         for line in (*self.memory_report.lines(), f"Start-up: {times}"):
@@ -128,9 +132,15 @@ class Runner:
             report = _agreed(partial(size_kv_cache, devices, demand, warm_up))
         return replace(report, measured_programs_seconds=waited)
 
-    def _compile(self, maker: ProgramMaker, demand: CacheDemand) -> Programs:
-        """Programs for the cache of the decided size; for a smaller one where they need more than was reserved."""
+    def _compile(
+        self, maker: ProgramMaker, demand: CacheDemand, begin: Callable[[int], None] = lambda num_blocks: None
+    ) -> Programs:
+        """Programs for the cache of the decided size; for a smaller one where they need more than was reserved.
+
+        `begin` is told each size.
+        """
         while True:
+            begin(self.num_blocks)
             make = partial(maker.make, self.num_blocks)
             if self.spec.config.enforce_eager:  # others are verified together, before the cache is there
                 make = partial(_make_late, make, self.memory_report, demand)
@@ -289,7 +299,7 @@ def load(spec: RunnerSpec, checkpoint: Checkpoint) -> Weights:
 
 
 def _agreed(decide: Callable[[], MemoryReport]) -> MemoryReport:
-    """What is decided here, with the smallest cache that any process has room for: all must have the same.
+    """What is decided here, with the smallest cache that any process decides on: all must have the same.
 
     Raises:
         BudgetError: if another process cannot go on; none may wait for it.
@@ -304,6 +314,6 @@ def _agreed(decide: Callable[[], MemoryReport]) -> MemoryReport:
         return report
     if not blocks:
         raise BudgetError("another process of this job could not size or check its KV cache; its own error says why")
-    note = f"{report.num_kvcache_blocks} blocks of the KV cache fit here, another process has room for {blocks}"
+    note = f"this process would take {report.num_kvcache_blocks} blocks of the KV cache, another one takes {blocks}"
     logger.warning("%s", note)
     return replace(report, num_kvcache_blocks=blocks, bound_by="another process", notes=(*report.notes, note))

@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxllm.memory import picture
 from jaxllm.memory.budget import DeviceBudget
+from jaxllm.memory.earlier import EARLIER
 from jaxllm.memory.units import format_bytes
 
 PICTURES = (".svg", ".png", ".json")
@@ -97,6 +98,15 @@ class MemoryReport:
         return self.budgets[self.device]
 
     @property
+    def fitting_blocks(self) -> int:
+        """Blocks that there is room for in the budgets, whatever is made of it.
+
+        All requests may need fewer, programs of an earlier start may be made for fewer; a number that the user set is
+        not held against the budgets.
+        """
+        return min(budget.num_blocks for budget in self.budgets)
+
+    @property
     def kv_array_bytes(self) -> int:
         """Bytes of the cache on one device."""
         return self.num_kvcache_blocks * self.block_bytes
@@ -122,7 +132,7 @@ class MemoryReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, in JSON's types."""
-        derived = ("kv_array_bytes", "num_tokens", "max_concurrency")
+        derived = ("fitting_blocks", "kv_array_bytes", "num_tokens", "max_concurrency")
         programs = [dataclasses.asdict(program) | {"transient": program.transient} for program in self.programs]
         return dataclasses.asdict(self) | {name: getattr(self, name) for name in derived} | {"programs": programs}
 
@@ -150,6 +160,10 @@ class MemoryReport:
                 sizes = (p.static, p.measured, p.serving, p.naive)
                 cells = ["-" if size is None else format_bytes(size) for size in sizes]
                 parts.append(f"{p.name:<16}{cells[0]:>12}{cells[1]:>12}{cells[2]:>12}{cells[3]:>15}")
+        if self.bound_by == EARLIER:
+            parts.append(
+                f"{self.fitting_blocks:,} blocks fit; programs for {self.num_kvcache_blocks:,} are there already"
+            )
         if self.predicted_activations is not None and self.predicted_weights is not None:
             parts.append(
                 f"predicted from shapes: weights {format_bytes(self.predicted_weights)}, "

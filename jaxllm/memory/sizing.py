@@ -9,8 +9,9 @@ import jax
 
 from jaxllm.config import EngineConfig
 from jaxllm.memory.budget import HOST_MEMORY, UTILIZATION, Cap, DeviceBudget, outside_margin
-from jaxllm.memory.cache_size import check_model_len, check_neighbours, size_cache
+from jaxllm.memory.cache_size import CacheSize, check_model_len, check_neighbours, size_cache
 from jaxllm.memory.device import read_settled
+from jaxllm.memory.earlier import EarlierSizes, as_before
 from jaxllm.memory.notes import notes_on
 from jaxllm.memory.predict import Workload, activation_bytes, state_bytes, weight_bytes
 from jaxllm.memory.report import MemoryReport, ProgramReport
@@ -48,6 +49,7 @@ class CacheDemand:
         max_model_len: most tokens of a request.
         step_buffer_bytes: inputs and outputs of the steps that are in flight.
         kernels: whether the Pallas kernels run, for predictions.
+        earlier: what earlier starts decided on, whose programs are kept; None where none are.
     """
 
     config: EngineConfig
@@ -58,6 +60,7 @@ class CacheDemand:
     max_model_len: int
     step_buffer_bytes: int = 0
     kernels: bool = False
+    earlier: EarlierSizes | None = None
 
     @property
     def told(self) -> bool:
@@ -74,7 +77,12 @@ class CacheDemand:
     @property
     def useful_blocks(self) -> int:
         """Blocks that all requests of a replica together can ever use."""
-        return self.config.max_rows * -(-self.max_model_len // self.config.kvcache_block_size)
+        return self.config.max_rows * self.least_blocks
+
+    @property
+    def least_blocks(self) -> int:
+        """Blocks that the longest request needs."""
+        return -(-self.max_model_len // self.config.kvcache_block_size)
 
     @property
     def predicted_weights(self) -> int:
@@ -192,22 +200,9 @@ def report_of(
     if not demand.told:
         for budget in budgets:
             check_neighbours(budget, tolerance=outside_margin(budget.total))
-    size = size_cache(
-        budgets,
-        useful_blocks=demand.useful_blocks,
-        num_kvcache_blocks=config.num_kvcache_blocks,
-        kv_cache_memory_bytes=config.kv_cache_memory_bytes,
-    )
+    size = decide(budgets, demand)
     notes = notes_on(budgets, views, programs, demand.told)
-    if config.num_kvcache_blocks == -1:
-        check_model_len(
-            size.num_blocks,
-            block_size=config.kvcache_block_size,
-            block_bytes=demand.block_bytes,
-            max_model_len=demand.max_model_len,
-            bound_by=size.bound_by,
-        )
-    elif size.num_blocks * config.kvcache_block_size < demand.max_model_len:
+    if config.num_kvcache_blocks != -1 and size.num_blocks < demand.least_blocks:
         notes.append(
             f"num_kvcache_blocks={size.num_blocks} holds {size.num_blocks * config.kvcache_block_size} tokens: a "
             f"request ends there, before max_model_len={demand.max_model_len}"
@@ -231,6 +226,30 @@ def report_of(
         predicted_activations=demand.predicted_activations,
         notes=tuple(notes),
     )
+
+
+def decide(budgets: Sequence[DeviceBudget], demand: CacheDemand) -> CacheSize:
+    """The number of blocks that the budgets allow: as large as it can be, or as before.
+
+    Raises:
+        BudgetError: if no block fits, not one request of `max_model_len` tokens, or not the number that the user set.
+    """
+    config = demand.config
+    size = size_cache(
+        budgets,
+        useful_blocks=demand.useful_blocks,
+        num_kvcache_blocks=config.num_kvcache_blocks,
+        kv_cache_memory_bytes=config.kv_cache_memory_bytes,
+    )
+    if config.num_kvcache_blocks == -1:
+        check_model_len(
+            size.num_blocks,
+            block_size=config.kvcache_block_size,
+            block_bytes=demand.block_bytes,
+            max_model_len=demand.max_model_len,
+            bound_by=size.bound_by,
+        )
+    return size if demand.told else as_before(size, budgets, least=demand.least_blocks, earlier=demand.earlier)
 
 
 def reserve_bytes(demand: CacheDemand, programs: Sequence[ProgramReport]) -> int:

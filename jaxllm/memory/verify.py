@@ -7,10 +7,9 @@ from dataclasses import replace
 import jax
 
 from jaxllm.memory.budget import Cap, DeviceBudget
-from jaxllm.memory.cache_size import check_model_len, size_cache
 from jaxllm.memory.device import read_settled
 from jaxllm.memory.report import MemoryReport, ProgramReport
-from jaxllm.memory.sizing import CacheDemand, reserve_bytes
+from jaxllm.memory.sizing import CacheDemand, decide, reserve_bytes
 from jaxllm.memory.units import format_bytes
 from jaxllm.memory.views import DeviceView
 from jaxllm.memory.warmup import aliased_bytes, static_transient
@@ -101,26 +100,12 @@ def _shrunk(report: MemoryReport, demand: CacheDemand, needed: int) -> MemoryRep
         )
         for budget in report.budgets
     )
-    config = demand.config
-    if demand.told:
-        # A size that the user set is kept or refused, never changed.
-        size_cache(
-            budgets,
-            num_kvcache_blocks=config.num_kvcache_blocks,
-            kv_cache_memory_bytes=config.kv_cache_memory_bytes,
-        )
-        return replace(report, budgets=budgets)
-    size = size_cache(budgets, useful_blocks=demand.useful_blocks)
     report = replace(report, budgets=budgets)
-    if size.num_blocks >= report.num_kvcache_blocks:  # the rounding to whole blocks had room for it
+    if not demand.told and report.fitting_blocks >= report.num_kvcache_blocks:
+        return report  # what the cache left free had room for it
+    size = decide(budgets, demand)
+    if demand.told:  # a size that the user set is kept or refused, never changed
         return report
-    check_model_len(
-        size.num_blocks,
-        block_size=report.block_size,
-        block_bytes=report.block_bytes,
-        max_model_len=report.max_model_len,
-        bound_by=size.bound_by,
-    )
     logger.warning("%s: %d blocks instead of %d", note, size.num_blocks, report.num_kvcache_blocks)
     return replace(
         report,

@@ -13,7 +13,7 @@ from jaxllm.bench import memory, memory_cases, memory_life
 from jaxllm.bench.__main__ import main
 from jaxllm.bench.card_jobs import Job, Task, run_jobs
 from jaxllm.bench.child import Child
-from jaxllm.bench.memory_tables import LIVES, complete, tables, verdicts
+from jaxllm.bench.memory_tables import LIVES, Verdict, complete, tables, verdicts
 from jaxllm.bench.random_model import random_runner_spec, random_weights
 from jaxllm.checkpoint.resolve import resolve
 from jaxllm.engine.lowering import abstract_weights
@@ -28,7 +28,8 @@ def program(name: str, static: int, measured: int | None, naive: int) -> dict[st
 def life(utilization: float, blocks: int, **changes: Any) -> dict[str, Any]:
     limit = int(1000 * MB * utilization)
     return {
-        "utilization": utilization, "limit": limit, "blocks": blocks, "bound_by": "memory pool", "notes": [],
+        "utilization": utilization, "limit": limit, "blocks": blocks, "fitting": blocks + 2, "notes": [],
+        "bound_by": "memory pool", "made": {"lowered": 22, "compiled": 22, "kept": 0},
         "used_idle": limit - 9, "used_ready": limit - 8, "card_ready": limit - 7, "used_most": limit - 6,
         "card_after": limit, "used_after": limit - 8, "outside_ready": MB, "outside_after": 2 * MB,
         "kv_bytes_match": True, "asked": 1000, "finished": 1000, "steps": 400, "preemptions": 3,
@@ -47,12 +48,17 @@ def results() -> dict[str, Any]:
         "machine": {"total": 1000 * MB, "source": "NVML", "jaxllm": "1", "jax": "2", "cores": 16, "date": "today"},
         **dict.fromkeys(memory_cases.TRANSIENTS, transient),
         **{name: life(float(name.split()[1]), 90) for name in (*memory_cases.BUDGETS, *memory_cases.SOAKS[:1])},
-        "soak .95 again": life(0.95, 90, asked=150, finished=150),
+        "soak .95 again": life(
+            0.95, 90, asked=150, finished=150, fitting=95, bound_by="programs of an earlier start",
+            made={"lowered": 0, "compiled": 0, "kept": 24},
+        ),
+        "8b .9": life(0.9, 12339),
+        "8b .9 again": life(0.9, 12339, fitting=12351, made={"lowered": 0, "compiled": 0, "kept": 23}),
         "truth": {"engine": 985, "largest": 990, "fatal": 1000, "tried": [[985, True], [1000, False], [990, True]]},
-        "together": {when: [{"blocks": 7}, {"blocks": 4}] for when in ("together", "in turn")},
-        "alone": {"blocks": 85}, "leaves": {"blocks": 85}, "comes": {"blocks": 85},
+        "together": {when: [{"fitting": 7}, {"fitting": 4}] for when in ("together", "in turn")},
+        "alone": {"fitting": 85}, "leaves": {"fitting": 85}, "comes": {"fitting": 85},
         "crowded": {"error": crowd, "neighbour": 7},
-        "files": {name: {"blocks": 60} for name in ("one file", "shards")},
+        "files": {name: {"fitting": 60} for name in ("one file", "shards")},
         "late": {"blocks": 55, "notes": ["set XLA_CLIENT_MEM_FRACTION=0.89"]},
         "why": {"trials": [{"name": str(i), "reserve": MB, "blocks": 9, "survives": s} for i, s in enumerate(survive)]},
     }  # fmt: skip
@@ -76,11 +82,13 @@ def test_every_claim_is_judged() -> None:
         ("soak .95", {"peak_below_report": -1}, "soak at .95"),
         ("soak .95", {"preemptions": 0}, "soak at .95"),
         ("soak .95", {"in_use_growth": 2 << 20}, "soak at .95"),
-        ("soak .95 again", {"blocks": 89}, "the same number of blocks"),
-        ("together", {"in turn": [{"blocks": 7}, {"blocks": 5}]}, "engines at .35"),
-        ("comes", {"blocks": 84}, "a neighbour that comes"),
+        ("soak .95 again", {"blocks": 89}, "soak .95: the same number of blocks"),
+        ("soak .95 again", {"made": {"lowered": 1, "compiled": 1, "kept": 23}}, "soak .95: the same number of blocks"),
+        ("8b .9 again", {"blocks": 12351}, "8b .9: the same number of blocks"),
+        ("together", {"in turn": [{"fitting": 7}, {"fitting": 5}]}, "engines at .35"),
+        ("comes", {"blocks": 85, "fitting": 84}, "a neighbour that comes"),
         ("crowded", {"neighbour": 8}, "a neighbour that leaves too little"),
-        ("files", {"shards": {"blocks": 61}}, "one safetensors"),
+        ("files", {"shards": {"fitting": 61}}, "one safetensors"),
         ("late", {"notes": []}, "JAX's pool"),
         ("why", {"trials": [{"name": "", "reserve": 1, "blocks": 1, "survives": True}] * 5}, "mistakes 2 to 4"),
         ("budget .99", {"measured_programs_seconds": 13.0}, "measuring takes less"),
@@ -91,6 +99,25 @@ def test_what_breaks_a_claim_breaks_that_claim_alone(part: str, change: dict[str
     found[part] = found[part] | change
     failed = [verdict.claim for verdict in verdicts(found) if not verdict.holds]
     assert [name.startswith(claim) for name in failed] == [True], failed
+
+
+def test_how_a_second_start_differs_is_said() -> None:
+    found = results()
+    found["soak .95 again"] |= {
+        "blocks": 91,
+        "bound_by": "memory pool",
+        "made": {"lowered": 21, "compiled": 21, "kept": 3},
+    }
+
+    def verdict() -> Verdict:
+        return next(verdict for verdict in verdicts(found) if verdict.claim.startswith("soak .95: the same"))
+
+    assert str(verdict()).endswith(
+        "**FAILS** (90 blocks of 92 that fit (bound by memory pool), ready in 50.0 s and 91 blocks of 95 that fit "
+        "(bound by memory pool), ready in 50.0 s; the second lowered 21 programs, compiled 21 and found 3)"
+    )
+    del found["soak .95 again"]["made"]  # of an earlier version
+    assert verdict().holds is None
 
 
 def test_what_was_not_measured_is_said() -> None:
@@ -141,7 +168,8 @@ def test_jobs_share_the_card_in_their_order() -> None:
 def test_every_job_is_one_that_can_run() -> None:
     jobs = memory_cases.jobs()
     names = [job.name for job in jobs]
-    assert len(set(names)) == len(names) and {*memory_cases.TRANSIENTS, *LIVES} < set(names)
+    lives = {*LIVES, *memory_cases.STARTS}
+    assert len(set(names)) == len(names) and {*memory_cases.TRANSIENTS, *lives} < set(names)
     for job in jobs:
         assert 0 < job.share <= 100 and (job.task is None) == (job.script is not None)
         assert 100 * job.arguments.get("gpu_memory_utilization", 0) <= job.share + 1e-9

@@ -1,5 +1,6 @@
 """On a GPU: what was measured holds. `python -m jaxllm.bench memory` makes the whole table, judged the same way."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,6 +59,14 @@ def test_inside_the_budget_and_flat(utilization: float) -> None:
 
 def test_engine_takes_nearly_all_that_survives() -> None:
     judged("at least 98 %", truth=done("truth"))
+
+
+def test_a_second_process_has_the_same_blocks_and_compiles_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model for which XLA compares implementations, so that the first start finds less memory than the second."""
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
+    judged("8b .9: the same number of blocks", **{name: done(name) for name in memory_cases.STARTS})
 
 
 def test_two_engines_together_and_in_turn() -> None:
