@@ -16,7 +16,7 @@ from kernels_pallas.paged_decode.merge import count_down, merge_pieces
 from kernels_pallas.paged_decode.plan import FIELDS
 from kernels_pallas.paged_decode.queries import PARTS, join_parts, split_queries
 from kernels_pallas.paged_decode.several_tokens import as_last_token_sees, finite_maximum, load_groups, tile_queries
-from kernels_pallas.paged_decode.window import window_start, write_groups
+from kernels_pallas.paged_decode.window import lies_in_tiles, window_start, write_groups
 from kernels_pallas.warpgroup import Ref, convert, product, zero_rows
 
 
@@ -54,6 +54,11 @@ class DecodeShape:
         """Whether V is converted before it is multiplied, and K multiplied as it is."""
         return bool(self.kv_dtype != self.dtype)
 
+    @property
+    def gathers(self) -> bool:
+        """Whether a row's queries are gathered token by token, not read as the tiles they lie in."""
+        return not lies_in_tiles(self.group, self.tokens)
+
     def scratch(self) -> list[Any]:
         """Shared memory and barriers, in the order of `_Scratch`."""
         stages, step, head_dim, window = self.config.stages, self.config.step, self.kv.head_dim, self.window
@@ -89,7 +94,7 @@ class _Scratch(NamedTuple):
     v: Ref
     q: Ref  # [window, head_dim]; not of a quantized cache
     p: Ref  # [window, step]; then the count of pieces
-    out: Ref  # [window, head_dim], row-major; first the queries of several tokens, or those that become float8
+    out: Ref  # [window, head_dim], row-major; first the queries that are gathered, or become float8
     k_loaded: Ref
     v_loaded: Ref
     q_loaded: Ref
@@ -131,7 +136,7 @@ def decode_kernel(
     steps = pl.cdiv(end - begin, step)
     first_row = (token * shape.tokens * layout.kv_heads + head) * shape.group
     start = first_row
-    if shape.tokens == 1:
+    if not shape.gathers:
         start = pl.multiple_of(window_start(first_row, window, shape.query_rows), 8)
     first_page = layout.first_page(layer_ref[0]) + head
 
@@ -194,10 +199,10 @@ def decode_kernel(
         first_pages = [pages_of(jnp.int32(index)) for index in range(stages)]
         queries = scratch.out if shape.quantized else scratch.q
         # Before the tiles of K and V: behind them they would keep the first product, and the next loads, waiting.
-        if shape.tokens == 1:
-            plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(start, window)], queries, scratch.q_loaded)
-        else:
+        if shape.gathers:
             load_groups(groups_of(q_ref), scratch.out, scratch.q_loaded)
+        else:
+            plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(start, window)], queries, scratch.q_loaded)
         if newest_refs is not None:
             pl.when(has_newest)(functools.partial(load_newest, newest_refs))
         for index, pages in enumerate(first_pages):
@@ -205,7 +210,7 @@ def decode_kernel(
         if newest_refs is not None:
             pl.when(has_newest)(write_newest)
         plgpu.barrier_wait(scratch.q_loaded)
-        if shape.tokens > 1 and not shape.quantized:
+        if shape.gathers and not shape.quantized:
             tile_queries(scratch.out, scratch.q)
         score_scale, value_scale = shape.scale_log2, 1.0
         if scales_ref is not None:

@@ -12,6 +12,7 @@ from kernels_pallas.paged_decode import (
     paged_decode_write,
     plan_decode,
 )
+from kernels_pallas.paged_decode.window import lies_in_tiles, window_rows
 
 # Rounding of the output to bfloat16 alone is 2e-3 of it; float16 has three more bits.
 TOLERANCE = {np.dtype(ml_dtypes.bfloat16): 6e-3, np.dtype(np.float16): 1e-3}
@@ -96,6 +97,15 @@ def test_several_tokens_equal_float64(name, execute):
     assert_solves(case, out.reshape(case.q.shape), lse.reshape(case.q.shape[:2]))
 
 
+def test_a_group_is_read_in_tiles_only_where_it_never_crosses_into_one_more():
+    for group in range(1, 17):
+        starts = range(0, 64 * group, group)
+        tiles = {(start + group - 1) // 8 - start // 8 + 1 for start in starts}
+        assert window_rows(group) == 8 * min(tiles)
+        assert lies_in_tiles(group) == (len(tiles) == 1)
+    assert window_rows(5, tokens=3) == 16 and not lies_in_tiles(8, tokens=2)
+
+
 def test_reference_of_several_tokens_equals_float64():
     case, args, _ = several("lengths, shared pages")
     out, lse = paged_decode_reference(*args, scale=case.scale)
@@ -124,6 +134,7 @@ WRITES = {
     "lengths": (dict(context_lens=[0, 1, 16, 17, 64, 65, 190]), WHOLE),
     "cut, block 64": (dict(context_lens=[300, 1, 129, 0], block_size=64), CUT),
     "float8": (dict(context_lens=[70, 64, 150], kv_dtype=ml_dtypes.float8_e4m3fn, heads=2), CUT),
+    "group of 3": (dict(context_lens=[70, 0, 130], heads=6), CUT),
 }
 
 
