@@ -60,9 +60,17 @@ TUNE = (
         )
     )
     + tuple(
-        decode_points.Point(rows, lengths, cudnn=False, config=DecodeConfig(target_items=items, min_piece=piece))
-        for rows, lengths, piece in ((256, ("log-uniform", 32768), 1024), (64, 4096, 1024), (8, 4096, 128))
-        for items in (396, 792, 1584)
+        decode_points.Point(rows, lengths, cudnn=False, config=DecodeConfig(waves=waves, one_wave=0, min_piece=piece))
+        for rows, lengths, piece in (
+            (1, 131072, 128),
+            (8, 4096, 128),
+            (8, 32768, 128),
+            (8, 131072, 128),
+            (64, 4096, 1024),
+            (64, 32768, 1024),
+            (256, ("log-uniform", 32768), 1024),
+        )
+        for waves in (1, 2, 4, 8)
     ),
     tuple(
         ragged_prefill.Point(rows, tokens, config=config)

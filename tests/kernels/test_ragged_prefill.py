@@ -100,7 +100,7 @@ def test_float8_cache_equals_float64(head_dim, execute):
 @pytest.mark.parametrize("heads", [2, 3])
 def test_rows_of_one_token_may_be_apart(heads, execute):
     case = make_case(**CASES["mixed"] | {"heads": heads})
-    for config in (DecodeConfig(min_piece=64, target_items=2), DecodeConfig(min_piece=2048)):
+    for config in (DecodeConfig(min_piece=64, wave=8), DecodeConfig(min_piece=2048)):
         plan = plan_of(case, single_tokens_apart=True, decode_config=config)
         out = execute(ragged_prefill, *arguments(case), scale=case.scale, plan=plan, config=few_blocks(case))
         assert_solves(case, out)
