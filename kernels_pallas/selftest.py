@@ -171,11 +171,11 @@ def _check_interlayer(interpret: plgpu.InterpretGPUParams | None) -> float:
 
 
 def _check_decode(interpret: plgpu.InterpretGPUParams | None) -> float:
-    """Rows whole and cut; several tokens a row; a float8 cache."""
-    lengths = jnp.array([0, 1, 150, 16], jnp.int32)
+    """Rows whole, and cut into so many pieces that they are merged in two levels; several tokens; a float8 cache."""
+    lengths = jnp.array([0, 1, 950, 16], jnp.int32)
     kv, tables = _cache(lengths.tolist(), 16)
     q = jax.random.normal(jax.random.key(0), (4, 3, 4, 128), jnp.bfloat16)
-    whole, cut = DecodeConfig(min_piece=2048), DecodeConfig(min_piece=64, wave=24)
+    whole, cut = DecodeConfig(min_piece=2048), DecodeConfig(min_piece=64, wave=48)
     errors = []
     for queries, cache, config in (
         (q[:, 0], kv, whole),

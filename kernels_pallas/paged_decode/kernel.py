@@ -12,7 +12,7 @@ from jax import lax
 
 from kernels_pallas.hopper import MATRIX_TILES, KVLayout, row_tiles
 from kernels_pallas.paged_decode.config import DecodeConfig
-from kernels_pallas.paged_decode.merge import count_down, merge_pieces
+from kernels_pallas.paged_decode.merge import Piece, merge_with_others
 from kernels_pallas.paged_decode.plan import FIELDS
 from kernels_pallas.paged_decode.queries import PARTS, join_parts, split_queries
 from kernels_pallas.paged_decode.several_tokens import as_last_token_sees, finite_maximum, load_groups, tile_queries
@@ -297,14 +297,14 @@ def decode_kernel(
 
         @pl.when(items > 1)
         def _() -> None:
-            pieces_ref[block] = acc
-            piece_lse_ref[block] = lse
-            if shape.in_order:
-                last = item == first + items - 1
-            else:
-                counter = pending_ref.at[pl.ds(row * layout.kv_heads + head, 1)]
-                last = count_down(counter, items, scratch.p) == 1
-
-            @pl.when(last)
-            def _() -> None:
-                write(*merge_pieces(pieces_ref, piece_lse_ref, first * layout.kv_heads + head, items, layout.kv_heads))
+            merge_with_others(
+                acc,
+                lse,
+                Piece(item, first, items, row, head, layout.kv_heads, items_ref.shape[1]),
+                pieces_ref=pieces_ref,
+                lse_ref=piece_lse_ref,
+                pending_ref=pending_ref,
+                shared=scratch.p,
+                in_order=shape.in_order,
+                write=write,
+            )

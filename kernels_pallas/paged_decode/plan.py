@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Array, Int32
 
 from kernels_pallas.paged_decode.config import DecodeConfig
+from kernels_pallas.paged_decode.merge import merged_first, pieces_to_come
 
 FIELDS = ("row", "token", "first", "items", "piece", "context")
 """What is known of a work item: its row, and the row's token among the step's; the row's first item and how many it
@@ -21,15 +22,16 @@ class DecodePlan:
 
     Attributes:
         items: `FIELDS` of each item, longest pieces first; a row's items follow one another.
-        pending: by row and KV head, how many pieces the row has. Thread blocks count down as they finish, to know who
-            merges the pieces, and the last restores the number: XLA may take the array for constant.
+        pending: by item and KV head, how many pieces are merged first that begin with it; by row and KV head, how many
+            of these merges there are (`merge.py`). Thread blocks count down as they finish, to know who merges, and the
+            last restores the number: XLA may take the array for constant.
         complete: whether every token is a row's, so that rows without context are written too (as zeros).
         cut: whether rows may have several items, whose results then have to be merged.
         config: the tuning parameters the plan was made with, which the kernel runs with.
     """
 
     items: Int32[Array, "fields items"]
-    pending: Int32[Array, " groups"]
+    pending: Int32[Array, " counters"]
     complete: bool = dataclasses.field(metadata={"static": True})
     cut: bool = dataclasses.field(metadata={"static": True})
     config: DecodeConfig = dataclasses.field(metadata={"static": True})
@@ -83,9 +85,10 @@ def plan_decode(
     holds = (item >= row_first) & (item < row_first + row_items)
     values = (index, index if row_tokens is None else row_tokens, row_first, row_items, piece, context_lens)
     items = jnp.sum(jnp.where(holds, jnp.stack(values)[:, None], 0), axis=2, dtype=jnp.int32)
+    to_merge = pieces_to_come(item[:, 0], items[FIELDS.index("first")], items[FIELDS.index("items")])
     return DecodePlan(
         items=items,
-        pending=jnp.repeat(row_items, kv_heads),
+        pending=jnp.repeat(jnp.concatenate([to_merge, _ceil_div(row_items, merged_first(row_items))]), kv_heads),
         complete=complete,
         cut=cut,
         config=config,

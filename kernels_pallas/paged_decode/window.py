@@ -47,7 +47,8 @@ def write_groups(result: jax.Array, out_tile: Ref, groups: Sequence[Ref], offset
     for index, group in enumerate(groups):
         size = group.shape[0]
         plgpu.copy_smem_to_gmem(out_tile.at[pl.ds(offset + index * size, size)], group)
-    plgpu.wait_smem_to_gmem(0)
+    # The thread block's last act: shared memory must outlive the copies, which need not have arrived.
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def select_heads(

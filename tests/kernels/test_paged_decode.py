@@ -39,11 +39,15 @@ def assert_solves(case: Case, out: jax.Array, lse: jax.Array) -> None:
 WHOLE = DecodeConfig(min_piece=2**20)
 CUT = DecodeConfig(min_piece=64, wave=24)
 
+MANY_PIECES = DecodeConfig(min_piece=64, wave=40)
+MANY_PIECES_OF_TWO = DecodeConfig(min_piece=64, wave=120)
+
 CASES = {
     # lengths around a block (16) and around a step (64), padding rows between them
     "lengths": (dict(context_lens=[0, 1, 15, 16, 17, 63, 64, 65, 0]), WHOLE),
     "cut": (dict(context_lens=[0, 1, 300, 130]), CUT),
     "one row cut": (dict(context_lens=[200], block_size=64, heads=8), CUT),
+    "merged in two levels": (dict(context_lens=[900, 1100], block_size=64, heads=2, kv_heads=1), MANY_PIECES),
     "shared pages": (dict(context_lens=[70, 70, 40], shared_blocks=2), WHOLE),
     "group of 5": (dict(context_lens=[33, 80], heads=10), WHOLE),
     "group of 3, head_dim 64": (dict(context_lens=[33, 80, 7], heads=9, kv_heads=3, head_dim=64), CUT),
@@ -223,7 +227,6 @@ def test_a_plan_covers_every_context_once(rows, config):
     plan = plan_decode(jnp.asarray(lengths, jnp.int32), kv_heads=4, max_context=9000, config=config)
     covered = [np.zeros(length, int) for length in lengths]
     records = np.asarray(plan.items).T
-    pieces = np.asarray(plan.pending).reshape(rows, 4)
     sizes = []
     for item, (row, token, first, items, piece, context) in enumerate(records):
         if items == 0:
@@ -231,7 +234,6 @@ def test_a_plan_covers_every_context_once(rows, config):
         begin = (item - first) * piece
         assert token == row and begin % config.step == 0 and context == lengths[row]
         covered[row][begin : begin + piece] += 1
-        assert (pieces[row] == items).all()
         assert (records[first : first + items, 0] == row).all()
         sizes.append(min(piece, context))
     assert all((times == 1).all() for times in covered)
@@ -244,8 +246,10 @@ def items_of(lengths: list[int], max_context: int, **config: int) -> np.ndarray:
     plan = plan_decode(
         jnp.array(lengths, jnp.int32), kv_heads=8, max_context=max_context, config=DecodeConfig(**config)
     )
-    assert np.asarray(plan.pending).sum() <= 8 * plan.items.shape[1]
-    return np.asarray(plan.pending).reshape(-1, 8)[:, 0]
+    rows, pieces = np.asarray(plan.items)[[0, 3]]
+    used = pieces[pieces > 0]
+    assert (np.bincount(rows[pieces > 0], minlength=len(lengths))[rows[pieces > 0]] == used).all()  # none is left out
+    return np.bincount(rows[pieces > 0], minlength=len(lengths))
 
 
 def test_pieces_of_one_wave_fit_into_it():
@@ -257,6 +261,23 @@ def test_pieces_of_one_wave_fit_into_it():
     assert (items_of([131072], 131072, one_wave=4096) == 49).all()
     assert (items_of([32768] * 8, 131072, one_wave=4096) == 12).all()  # of 98 items
     assert (items_of([4096] * 8, 131072, one_wave=4096) == 6).all()  # of 49
+
+
+def test_counters_add_up_to_the_pieces():
+    lengths = [900, 1100, 60, 0, 64 * 14]  # 15, 18, 1, 0 and 14 pieces, of which the first two are merged in two levels
+    plan = plan_decode(jnp.array(lengths, jnp.int32), kv_heads=2, max_context=1100, config=MANY_PIECES_OF_TWO)
+    counters = np.asarray(plan.pending).reshape(-1, 2)
+    assert (counters[:, 0] == counters[:, 1]).all()
+    items = plan.items.shape[1]
+    rows, first, pieces = np.asarray(plan.items)[[0, 2, 3]]
+    merges = {}
+    for row, begin, count in {(r, f, n) for r, f, n in zip(rows, first, pieces, strict=True) if n}:
+        at_once = 14 if count <= 14 else 7
+        assert counters[begin : begin + count : at_once, 0].sum() == count
+        assert (counters[begin : begin + count, 0] <= at_once).all()
+        merges[row] = len(range(0, count, at_once))
+    assert merges == {0: 3, 1: 3, 2: 1, 3: 1, 4: 1}
+    assert counters[items:, 0].tolist() == [merges[row] for row in range(len(lengths))]
 
 
 def test_what_contexts_cannot_need_has_no_thread_blocks():
