@@ -131,6 +131,10 @@ def decode_kernel(
     block = lax.axis_index("block")
     item, head = block // layout.kv_heads, block % layout.kv_heads
     row, token, first, items, piece, context = (items_ref[field, item] for field in range(len(FIELDS)))
+    layer = layer_ref[0]
+    # None of them is negative. Were they not asked for, the compiler would read all but `items` behind the branch, and
+    # a block wait for two reads in turn before it reads its table.
+    is_used = jnp.logical_and(items > 0, row | token | first | piece | context | layer >= 0)
     begin = (item - first) * piece
     end = jnp.minimum(begin + piece, context)
     steps = pl.cdiv(end - begin, step)
@@ -138,7 +142,7 @@ def decode_kernel(
     start = first_row
     if not shape.gathers:
         start = pl.multiple_of(window_start(first_row, window, shape.query_rows), 8)
-    first_page = layout.first_page(layer_ref[0]) + head
+    first_page = layout.first_page(layer) + head
 
     def groups_of(ref: Ref) -> list[Ref]:
         """The rows of `ref` that are the group's heads, for each of the row's tokens."""
@@ -193,7 +197,7 @@ def decode_kernel(
         has_newest = jnp.logical_and(end == context, steps > 0)
         before_newest = jnp.where(has_newest, steps - 1, steps)
 
-    @pl.when(items > 0)
+    @pl.when(is_used)
     def _() -> None:
         # All read at once: a block waits for its table before its first copy, not before each of them.
         first_pages = [pages_of(jnp.int32(index)) for index in range(stages)]
