@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from kernels_pallas.hopper import MULTIPROCESSORS
 from kernels_pallas.interlayer import bench as interlayer
 from kernels_pallas.kv_write import WriteConfig
 from kernels_pallas.kv_write import bench as kv_write
@@ -71,6 +72,13 @@ TUNE = (
             (256, ("log-uniform", 32768), 1024),
         )
         for waves in (1, 2, 4, 8)
+    )
+    + tuple(
+        decode_points.Point(
+            rows, lengths, kv_dtype="float8_e4m3fn", cudnn=False, config=DecodeConfig(wave=places * MULTIPROCESSORS)
+        )
+        for rows, lengths in ((1, 32768), (8, 1024), (8, 4096), (8, 32768))
+        for places in (3, 4)
     ),
     tuple(
         ragged_prefill.Point(rows, tokens, config=config)
