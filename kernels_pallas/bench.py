@@ -1,7 +1,6 @@
 """Measures every kernel against the ceilings of the same run: `python -m kernels_pallas.bench [--json FILE]`.
 
-Needs an NVIDIA Hopper GPU. `--quick` measures a few shapes of each kernel, `--tune` compares tuning parameters, and
-`--missed` measures the shapes at which attention missed what is wanted of it.
+Needs an NVIDIA Hopper GPU. `--quick` measures a few shapes of each kernel, `--tune` compares tuning parameters.
 """
 
 import argparse
@@ -15,7 +14,6 @@ from typing import Any
 
 import jax
 
-from kernels_pallas.hopper import MULTIPROCESSORS
 from kernels_pallas.interlayer import bench as interlayer
 from kernels_pallas.kv_write import WriteConfig
 from kernels_pallas.kv_write import bench as kv_write
@@ -61,24 +59,9 @@ TUNE = (
         )
     )
     + tuple(
-        decode_points.Point(rows, lengths, cudnn=False, config=DecodeConfig(waves=waves, one_wave=0, min_piece=piece))
-        for rows, lengths, piece in (
-            (1, 131072, 128),
-            (8, 4096, 128),
-            (8, 32768, 128),
-            (8, 131072, 128),
-            (64, 4096, 1024),
-            (64, 32768, 1024),
-            (256, ("log-uniform", 32768), 1024),
-        )
-        for waves in (1, 2, 4, 8)
-    )
-    + tuple(
-        decode_points.Point(
-            rows, lengths, kv_dtype="float8_e4m3fn", cudnn=False, config=DecodeConfig(wave=places * MULTIPROCESSORS)
-        )
-        for rows, lengths in ((1, 32768), (8, 1024), (8, 4096), (8, 32768))
-        for places in (3, 4)
+        decode_points.Point(rows, lengths, cudnn=False, config=DecodeConfig(target_items=items, min_piece=piece))
+        for rows, lengths, piece in ((256, ("log-uniform", 32768), 1024), (64, 4096, 1024), (8, 4096, 128))
+        for items in (396, 792, 1584)
     ),
     tuple(
         ragged_prefill.Point(rows, tokens, config=config)
@@ -102,8 +85,7 @@ TUNE = (
 )
 
 
-MISSED = (decode_points.MISSED, ragged_prefill.MISSED, (), (), (), (), (), ())
-SELECTIONS = {"quick": QUICK, "full": FULL, "tune": TUNE, "missed": MISSED}
+SELECTIONS = {"quick": QUICK, "full": FULL, "tune": TUNE}
 KERNELS = (
     "paged_decode",
     "ragged_prefill",
@@ -125,8 +107,7 @@ def run(
     """Measure a selection of shapes.
 
     Args:
-        selection: "quick" for a few shapes of each kernel, "full" for all, "tune" for several tuning parameters,
-            "missed" for those where attention missed what is wanted.
+        selection: "quick" for a few shapes of each kernel, "full" for all, "tune" for several tuning parameters.
         kernels: which kernels.
         tell: called with a line for each result as soon as it is measured.
         limit: seconds for each kernel; what was not measured by then is left out, which is told.
@@ -138,8 +119,7 @@ def run(
     copy, matmul = copy_bandwidth(), matmul_rate()
     device = jax.devices()[0].device_kind
     tell(f"{device}: copy {copy / 1e12:.2f} TB/s, matmul {matmul / 1e12:.0f} TFLOP/s")
-    selected = SELECTIONS[selection]
-    decode, prefill, write, small, rope, gated, between, draws = selected
+    decode, prefill, write, small, rope, gated, between, draws = SELECTIONS[selection]
     measured: dict[str, Generator[dict[str, Any]]] = {
         "paged_decode": paged_decode.measure(decode, copy),
         "ragged_prefill": ragged_prefill.measure(prefill, matmul),
@@ -151,7 +131,7 @@ def run(
         "sample": sample.measure(draws, copy),
     }
     results: dict[str, Any] = {"device": device, "copy": copy, "matmul": matmul}
-    for name in (name for name, points in zip(KERNELS, selected, strict=True) if points and name in kernels):
+    for name in kernels:
         begin = time.perf_counter()
         by_point: dict[str, dict[str, Any]] = {}
         tell(name)
@@ -177,17 +157,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print a line per measured shape; `argv` are the command's arguments; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m kernels_pallas.bench", description=__doc__)
     parser.add_argument("--json", help="also write the results to this file")
-    sizes = parser.add_mutually_exclusive_group()
-    sizes.add_argument("--quick", action="store_true", help="a few shapes of each kernel")
-    sizes.add_argument("--tune", action="store_true", help="several tuning parameters instead of many shapes")
-    sizes.add_argument("--missed", action="store_true", help="shapes where attention missed what is wanted")
+    parser.add_argument("--quick", action="store_true", help="a few shapes of each kernel")
+    parser.add_argument("--tune", action="store_true", help="several tuning parameters instead of many shapes")
     parser.add_argument("--kernel", choices=KERNELS, help="only this kernel")
     parser.add_argument("--limit", type=float, default=math.inf, help="seconds for each kernel, then stop")
     arguments = parser.parse_args(argv)
     if jax.default_backend() != "gpu":
         print(f"the default device is {jax.default_backend()}; this benchmark needs an NVIDIA GPU", file=sys.stderr)
         return 2
-    selection = next((name for name in ("quick", "tune", "missed") if vars(arguments)[name]), "full")
+    selection = "tune" if arguments.tune else "quick" if arguments.quick else "full"
     kernels = KERNELS if arguments.kernel is None else (arguments.kernel,)
     results = run(selection, kernels, functools.partial(print, flush=True), arguments.limit)
     if arguments.json:
