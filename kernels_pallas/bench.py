@@ -1,6 +1,7 @@
 """Measures every kernel against the ceilings of the same run: `python -m kernels_pallas.bench [--json FILE]`.
 
-Needs an NVIDIA Hopper GPU. `--quick` measures a few shapes of each kernel, `--tune` compares tuning parameters.
+Needs an NVIDIA Hopper GPU. `--quick` measures a few shapes of each kernel, `--tune` compares tuning parameters, and
+`--missed` measures the shapes at which attention missed what is wanted of it.
 """
 
 import argparse
@@ -85,7 +86,8 @@ TUNE = (
 )
 
 
-SELECTIONS = {"quick": QUICK, "full": FULL, "tune": TUNE}
+MISSED = (decode_points.MISSED, ragged_prefill.MISSED, (), (), (), (), (), ())
+SELECTIONS = {"quick": QUICK, "full": FULL, "tune": TUNE, "missed": MISSED}
 KERNELS = (
     "paged_decode",
     "ragged_prefill",
@@ -107,7 +109,8 @@ def run(
     """Measure a selection of shapes.
 
     Args:
-        selection: "quick" for a few shapes of each kernel, "full" for all, "tune" for several tuning parameters.
+        selection: "quick" for a few shapes of each kernel, "full" for all, "tune" for several tuning parameters,
+            "missed" for those where attention missed what is wanted.
         kernels: which kernels.
         tell: called with a line for each result as soon as it is measured.
         limit: seconds for each kernel; what was not measured by then is left out, which is told.
@@ -119,7 +122,8 @@ def run(
     copy, matmul = copy_bandwidth(), matmul_rate()
     device = jax.devices()[0].device_kind
     tell(f"{device}: copy {copy / 1e12:.2f} TB/s, matmul {matmul / 1e12:.0f} TFLOP/s")
-    decode, prefill, write, small, rope, gated, between, draws = SELECTIONS[selection]
+    selected = SELECTIONS[selection]
+    decode, prefill, write, small, rope, gated, between, draws = selected
     measured: dict[str, Generator[dict[str, Any]]] = {
         "paged_decode": paged_decode.measure(decode, copy),
         "ragged_prefill": ragged_prefill.measure(prefill, matmul),
@@ -131,7 +135,7 @@ def run(
         "sample": sample.measure(draws, copy),
     }
     results: dict[str, Any] = {"device": device, "copy": copy, "matmul": matmul}
-    for name in kernels:
+    for name in (name for name, points in zip(KERNELS, selected, strict=True) if points and name in kernels):
         begin = time.perf_counter()
         by_point: dict[str, dict[str, Any]] = {}
         tell(name)
@@ -157,15 +161,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print a line per measured shape; `argv` are the command's arguments; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m kernels_pallas.bench", description=__doc__)
     parser.add_argument("--json", help="also write the results to this file")
-    parser.add_argument("--quick", action="store_true", help="a few shapes of each kernel")
-    parser.add_argument("--tune", action="store_true", help="several tuning parameters instead of many shapes")
+    sizes = parser.add_mutually_exclusive_group()
+    sizes.add_argument("--quick", action="store_true", help="a few shapes of each kernel")
+    sizes.add_argument("--tune", action="store_true", help="several tuning parameters instead of many shapes")
+    sizes.add_argument("--missed", action="store_true", help="shapes where attention missed what is wanted")
     parser.add_argument("--kernel", choices=KERNELS, help="only this kernel")
     parser.add_argument("--limit", type=float, default=math.inf, help="seconds for each kernel, then stop")
     arguments = parser.parse_args(argv)
     if jax.default_backend() != "gpu":
         print(f"the default device is {jax.default_backend()}; this benchmark needs an NVIDIA GPU", file=sys.stderr)
         return 2
-    selection = "tune" if arguments.tune else "quick" if arguments.quick else "full"
+    selection = next((name for name in ("quick", "tune", "missed") if vars(arguments)[name]), "full")
     kernels = KERNELS if arguments.kernel is None else (arguments.kernel,)
     results = run(selection, kernels, functools.partial(print, flush=True), arguments.limit)
     if arguments.json:

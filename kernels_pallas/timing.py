@@ -43,6 +43,15 @@ def repeated(call: Callable[..., jax.Array], times: int) -> Callable[..., jax.Ar
     return run
 
 
+def repeated_in_pairs(call: Callable[..., jax.Array], pairs: int) -> Callable[..., jax.Array]:
+    """`repeated`, `2 * pairs` times, for results so large that copying them counts.
+
+    Of one call in a pass of the loop XLA copies the result back to where the next pass begins; of two, the second can
+    write it there.
+    """
+    return repeated(lambda q, *args: call(call(q, *args), *args), pairs)
+
+
 def random_array(shape: tuple[int, ...], dtype: Any, seed: int = 0) -> jax.Array:
     """Normal random numbers, a block of 32 Mi repeated: zeros would run faster than real data does."""
     size = math.prod(shape)

@@ -19,6 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sizes = parser.add_mutually_exclusive_group()
     sizes.add_argument("--quick", action="store_true", help="a few shapes of each kernel, in about two minutes")
     sizes.add_argument("--tune", action="store_true", help="several tuning parameters instead of many shapes")
+    sizes.add_argument("--missed", action="store_true", help="only shapes where attention missed what is wanted")
     parser.add_argument("--kernel", action="append", metavar="NAME", help="only this kernel; may be repeated")
     parser.add_argument(
         "--limit", type=float, default=math.inf, metavar="SECONDS", help="for each kernel, then leave out the rest"
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(f"--kernel {unknown[0]}: no such kernel; there are {', '.join(bench.KERNELS)}")
         if jax.default_backend() != "gpu":
             raise ValueError(f"the default device is {jax.default_backend()}; the kernels need an NVIDIA Hopper GPU")
-        selection = "quick" if args.quick else "tune" if args.tune else "full"
+        selection = next((name for name in ("quick", "tune", "missed") if vars(args)[name]), "full")
         kernels = tuple(args.kernel or bench.KERNELS)
         if args.json:
             print(json.dumps(bench.run(selection, kernels, tell=lambda line: None, limit=args.limit)))

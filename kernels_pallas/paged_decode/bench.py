@@ -18,7 +18,7 @@ from jax._src.cudnn.fused_attention_stablehlo import paged_attention as cudnn_pa
 
 from kernels_pallas.compiling import compile_all
 from kernels_pallas.paged_decode import DecodeConfig, paged_decode, paged_decode_reference, plan_decode, tuned_config
-from kernels_pallas.paged_decode.points import SHORT, Point
+from kernels_pallas.paged_decode.points import LONG, SHORT, Point
 from kernels_pallas.timing import median_seconds, random_array, repeated, seconds_in_a_queue
 
 POOL_GRANULE = 2**25
@@ -57,12 +57,12 @@ class DecodeProgram:
     @property
     def layers(self) -> int:
         """Layers: enough to hide the first and last launches. Long contexts hide them as they are."""
-        return 16 if self.width <= SHORT else 4
+        return 16 if self.width < LONG else 4
 
     @property
     def trips(self) -> int:
         """Passes over the layers, so that a call takes longer than dispatching it."""
-        return 4 if self.width <= SHORT else 1
+        return 4 if self.width < LONG else 1
 
     @property
     def blocks(self) -> int:

@@ -17,7 +17,7 @@ class Point:
     """One measured shape. `lengths` is the context of every row, or the name of a distribution and its maximum.
 
     `cudnn` and `reference` say whether cuDNN's and plain jnp's attention are measured beside the kernel. `tokens` are
-    query tokens a row.
+    query tokens a row. `room` is what block tables have room for, in tokens, where it is not `SHORT` or `LONG`.
     """
 
     rows: int
@@ -31,6 +31,7 @@ class Point:
     config: DecodeConfig | None = None
     reference: bool = False
     tokens: int = 1
+    room: int | None = None
 
     @property
     def max_context(self) -> int:
@@ -46,6 +47,8 @@ class Point:
             name += f" {self.kv_dtype}"
         if self.tokens != 1:
             name += f" tokens{self.tokens}"
+        if self.room is not None:
+            name += f" room{self.room}"
         if self.config is not None:
             name += f" step{self.config.step}x{self.config.stages} items{self.config.target_items}"
             name += f" piece{self.config.min_piece}"
@@ -64,7 +67,7 @@ class Point:
     @property
     def width(self) -> int:
         """Tokens that the rows' block tables have room for."""
-        return SHORT if self.max_context <= SHORT else max(LONG, self.max_context)
+        return self.room or (SHORT if self.max_context <= SHORT else max(LONG, self.max_context))
 
     def blocks_needed(self) -> np.ndarray:
         """Blocks of each row's context."""
@@ -122,3 +125,14 @@ QUICK = (
     *(Point(*shape) for shape in ((1, 32768), (8, 1024), (256, 768), (512, 1024), (256, ("uniform", 2048)))),
     Point(256, 768, kv_dtype="float8_e4m3fn", cudnn=False),
 )
+MISSED = (
+    *(Point(*shape) for shape in ((1, LONG), (8, 32768), (8, LONG), (64, SHORT), (64, 32768))),
+    *(Point(*shape, heads=32) for shape in ((256, 256), (8, 32768))),
+    *(Point(*shape, heads=40) for shape in ((1, SHORT), (1, 32768), (8, 1024), (8, 32768), (256, 256), (512, 256))),
+    *(Point(*shape) for shape in ((1, 256), (1, 32768), (8, SHORT), (32, ("uniform", 2048)), (64, 700), (256, 1024))),
+    *(Point(256, shape) for shape in (("uniform", 2048), ("log-uniform", 32768))),
+    *(Point(rows, 512, cudnn=False, room=40960) for rows in (1, 8, 40, 64)),
+    *quantized(tuple(Point(*shape) for shape in ((1, 32768), (8, SHORT), (64, 256), (256, 256), (512, 256)))),
+    *quantized(tuple(Point(*shape, heads=40) for shape in ((1, LONG), (8, 32768), (64, 256), (256, 1024)))),
+)
+"""Where something wanted was missed when the whole grid was last measured, and some that must not become slower."""

@@ -7,6 +7,7 @@ import numpy as np
 from kernels_pallas.compiling import compile_all
 from kernels_pallas.paged_decode import points
 from kernels_pallas.paged_decode.bench import DecodeProgram
+from kernels_pallas.timing import repeated, repeated_in_pairs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,3 +48,14 @@ def test_layers_of_a_point_have_pages_of_their_own():
             pages += list(np.asarray(table)[row, :count])
     assert len(pages) == program.layers * needed.sum()
     assert len(set(pages)) == len(pages) and max(pages) < program.blocks
+
+
+def test_results_of_pairs_are_not_copied():
+    product, copy = (lambda q, w: q @ w), "f32[64,64]{1,0} copy("
+    matrix = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    copies = [
+        jax.jit(loop(product, 3)).lower(matrix, matrix).compile().as_text().count(copy)
+        for loop in (repeated, repeated_in_pairs)
+    ]
+    assert copies == [2, 1]  # of the argument, which is not donated, in both
+    assert repeated_in_pairs(lambda q, w: q + w, 3)(jnp.zeros(()), jnp.ones(())) == 6
