@@ -27,6 +27,7 @@ from jaxllm.engine.step_program import StepResults
 from jaxllm.engine.step_shape import PackedLayout, StepShape
 from jaxllm.engine.warm_up import WARM_UP_BLOCKS, largest, measure
 from jaxllm.memory.cache_size import BudgetError, WakeError
+from jaxllm.memory.expect import content_with, expected_blocks
 from jaxllm.memory.report import MemoryReport
 from jaxllm.memory.sizing import CacheDemand, blocks_that_fit, can_measure, check_weights, size_kv_cache
 from jaxllm.memory.verify import check_late, settle, verify
@@ -44,7 +45,8 @@ _STEPS_IN_FLIGHT = 4
 class Runner:
     """Start-up in its only order: load, warm up and measure, size, compile, verify, allocate, rehearse.
 
-    What is measured is compiled while the weights are loaded.
+    While the weights are loaded, programs are compiled already: those that are measured, and those for the size of the
+    cache that is expected (`memory.expect`), which it gets if the measurement allows it.
 
     Attributes:
         kv: the KV cache.
@@ -78,13 +80,14 @@ class Runner:
         if not isinstance(source, Weights):
             check_weights(devices, demand)
         abstract = source.abstract() if isinstance(source, Weights) else abstract_weights(spec)
+        expected = expected_blocks(devices, demand, loaded=isinstance(source, Weights))
         with ProgramMaker(spec, abstract, times) as maker:
-            maker.begin(WARM_UP_BLOCKS, largest(self.shapes), then=len(self.shapes.all()))
+            maker.begin(WARM_UP_BLOCKS, largest(self.shapes), self.shapes.all(), expected)
             with times.phase("weights"):
                 self.weights = source if isinstance(source, Weights) else load(spec, source)
                 self.state = allocate_state(spec.state, spec.placement)  # counted with the weights
                 self.updates = StateUpdates(spec.state, spec.placement)
-            self.memory_report = self._size(maker, demand, devices, times)
+            self.memory_report = self._size(maker, demand, devices, times, expected)
             self.programs = self._compile(maker, demand)
         self._most_blocks = self.num_blocks
         with times.phase("allocate"):
@@ -104,7 +107,12 @@ class Runner:
         return self.memory_report.num_kvcache_blocks
 
     def _size(
-        self, maker: ProgramMaker, demand: CacheDemand, devices: list[jax.Device], times: StartupTimes
+        self,
+        maker: ProgramMaker,
+        demand: CacheDemand,
+        devices: list[jax.Device],
+        times: StartupTimes,
+        expected: int | None,
     ) -> MemoryReport:
         """How many blocks: measured with the largest programs, on a small cache that is gone afterwards."""
         spec, shapes = self.spec, largest(self.shapes)
@@ -126,6 +134,11 @@ class Runner:
         )
         with times.phase("measure"):
             report = _agreed(partial(size_kv_cache, devices, demand, warm_up))
+        if expected is not None:
+            if content_with(expected, report, demand):
+                report = replace(report, num_kvcache_blocks=expected)
+            else:
+                maker.forget()
         return replace(report, measured_programs_seconds=waited)
 
     def _compile(self, maker: ProgramMaker, demand: CacheDemand) -> Programs:

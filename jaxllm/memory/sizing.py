@@ -9,7 +9,7 @@ import jax
 
 from jaxllm.config import EngineConfig
 from jaxllm.memory.budget import HOST_MEMORY, UTILIZATION, Cap, DeviceBudget, outside_margin
-from jaxllm.memory.cache_size import check_model_len, check_neighbours, size_cache
+from jaxllm.memory.cache_size import CacheSize, check_model_len, check_neighbours, size_cache
 from jaxllm.memory.device import read_settled
 from jaxllm.memory.notes import notes_on
 from jaxllm.memory.predict import Workload, activation_bytes, state_bytes, weight_bytes
@@ -110,7 +110,7 @@ def check_weights(devices: Sequence[jax.Device], demand: CacheDemand) -> None:
         if view.allocator is None:
             continue
         weights = view.weights + demand.predicted_weights + demand.predicted_state
-        budget = _budget(view, demand, demand.predicted_activations, weights=weights)
+        budget = gpu_budget(view, demand, demand.predicted_activations, weights=weights)
         limit = budget.physical if demand.told else budget.binding
         if limit.bytes + budget.activations < budget.block_bytes:
             size_cache([budget])
@@ -138,7 +138,7 @@ def size_kv_cache(
     start = time.perf_counter()
     programs = measure() if can_measure(devices) else ()
     views = [read_settled(device) for device in devices]
-    report = report_of(devices[0].platform, views, demand, programs, spare=SPARE_SHARE)
+    report = report_of(devices[0].platform, views, demand, programs, spare=True)
     return replace(report, measure_seconds=time.perf_counter() - start)
 
 
@@ -156,7 +156,7 @@ def fitting_blocks(views: Sequence[DeviceView], demand: CacheDemand, programs: S
     `gpu_memory_utilization`.
     """
     reserve = reserve_bytes(demand, programs)
-    budgets = [_budget(view, demand, reserve) for view in views]
+    budgets = [gpu_budget(view, demand, reserve) for view in views]
     return min(
         max(0, (budget.physical if demand.told else budget.binding).bytes // budget.block_bytes) for budget in budgets
     )
@@ -167,7 +167,7 @@ def report_of(
     views: Sequence[DeviceView],
     demand: CacheDemand,
     programs: tuple[ProgramReport, ...],
-    spare: int | None = None,
+    spare: bool = False,
 ) -> MemoryReport:
     """The report that follows from views and measurements; pure, so that tests can make both up.
 
@@ -176,28 +176,23 @@ def report_of(
         views: of each.
         demand: what is wanted.
         programs: as measured.
-        spare: what is reserved beyond what they need: their need divided by this; None for nothing.
+        spare: whether `SPARE_SHARE` of what they need is reserved beyond it.
 
     Raises:
         BudgetError: as `size_kv_cache`.
     """
     config = demand.config
     reserve = reserve_bytes(demand, programs)
-    if spare is not None:
-        reserve += _whole_grains(reserve // spare)
+    if spare:
+        reserve = with_spare(reserve)
     budgets = tuple(
-        _host_budget(view, demand, len(views)) if view.allocator is None else _budget(view, demand, reserve)
+        _host_budget(view, demand, len(views)) if view.allocator is None else gpu_budget(view, demand, reserve)
         for view in views
     )
     if not demand.told:
         for budget in budgets:
             check_neighbours(budget, tolerance=outside_margin(budget.total))
-    size = size_cache(
-        budgets,
-        useful_blocks=demand.useful_blocks,
-        num_kvcache_blocks=config.num_kvcache_blocks,
-        kv_cache_memory_bytes=config.kv_cache_memory_bytes,
-    )
+    size = demanded_size(budgets, demand)
     notes = notes_on(budgets, views, programs, demand.told)
     if config.num_kvcache_blocks == -1:
         check_model_len(
@@ -242,11 +237,27 @@ def reserve_bytes(demand: CacheDemand, programs: Sequence[ProgramReport]) -> int
     return _whole_grains(largest + demand.step_buffer_bytes) + ALLOCATOR_SLACK
 
 
+def with_spare(reserve: int) -> int:
+    """The reserve for programs that may need more with the real cache."""
+    return reserve + _whole_grains(reserve // SPARE_SHARE)
+
+
+def demanded_size(budgets: Sequence[DeviceBudget], demand: CacheDemand) -> CacheSize:
+    """`size_cache` with the options that set the size."""
+    config = demand.config
+    return size_cache(
+        budgets,
+        useful_blocks=demand.useful_blocks,
+        num_kvcache_blocks=config.num_kvcache_blocks,
+        kv_cache_memory_bytes=config.kv_cache_memory_bytes,
+    )
+
+
 def _whole_grains(size: int) -> int:
     return -(-size // RESERVE_GRAIN) * RESERVE_GRAIN
 
 
-def _budget(view: DeviceView, demand: CacheDemand, reserve: int, weights: int | None = None) -> DeviceBudget:
+def gpu_budget(view: DeviceView, demand: CacheDemand, reserve: int, weights: int | None = None) -> DeviceBudget:
     """A GPU's budget. What lies outside the pool grows until all programs are loaded: a margin is kept for it."""
     budget = DeviceBudget.measured(
         view,
