@@ -28,7 +28,6 @@ from kernels_pallas.interlayer.config import (
 from kernels_pallas.interlayer.grid_barrier import wait_for_all
 from kernels_pallas.interlayer.phases import Inputs, Outputs, phases
 from kernels_pallas.interlayer.product import Scratch
-from kernels_pallas.interlayer.tuned import most_columns
 from kernels_pallas.warpgroup import Ref
 
 State = Float[Array, "tokens hidden"]
@@ -129,10 +128,7 @@ def _shape(
         raise ValueError(reason)
     if tokens % TOKENS:
         raise ValueError(f"x has {tokens} tokens; the kernel between attentions takes multiples of {TOKENS}. Pad x.")
-    columns = most_columns(tokens, hidden)
-    return InterlayerShape(
-        tokens, hidden, mlp, count, kv_heads, multiprocessors, eps, dtype=x.dtype, most_columns=columns, **halves
-    )
+    return InterlayerShape(tokens, hidden, mlp, count, kv_heads, multiprocessors, eps, dtype=x.dtype, **halves)
 
 
 def _checked(

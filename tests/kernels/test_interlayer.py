@@ -124,15 +124,14 @@ def test_all_launches_of_many_find_the_others_results(tokens):
 
 
 def test_work_is_cut_to_fill_the_multiprocessors():
-    def shape(tokens, hidden=1024, mlp=3072, heads=16, columns=64):
-        sizes = (tokens, hidden, mlp, heads, 8, 132, EPS)
-        return InterlayerShape(*sizes, dtype=jnp.dtype("bfloat16"), most_columns=columns)
+    def shape(tokens, hidden=1024, mlp=3072, heads=16):
+        return InterlayerShape(tokens, hidden, mlp, heads, 8, 132, EPS, dtype=jnp.dtype("bfloat16"))
 
-    small, many, large = shape(64), shape(512, columns=128), shape(64, 4096, 12288, 32, columns=128)
-    assert [(each.gate_features, each.stages) for each in (small, many, large)] == [(24, 9), (96, 3), (96, 3)]
-    assert [(each.splits(2048), each.splits(3072)) for each in (small, shape(256))] == [(16, 16), (4, 4)]
+    small, many, large = shape(64), shape(512), shape(64, 4096, 12288, 32)
+    assert [(each.gate_features, each.stages) for each in (small, many, large)] == [(24, 4), (96, 3), (96, 3)]
+    assert [(each.splits(2048), each.splits(3072)) for each in (small, shape(256))] == [(16, 8), (4, 4)]
     assert [each.head_splits for each in (small, many, large, shape(128, 4096, 12288, 32))] == [1, 1, 2, 1]
-    assert shape(64, mlp=3008, columns=128).step == 64
+    assert (small.step, shape(64, mlp=3008).step) == (128, 64)
 
 
 def test_what_it_cannot_run_is_refused():
