@@ -37,7 +37,7 @@ def autotuned(spec: RunnerSpec, shape: StepShape) -> bool:
 def compiled_by_workers(spec: RunnerSpec, shape: StepShape) -> bool:
     """Whether a process that has none of the devices compiles a program: decode steps that are not `autotuned`.
 
-    Other steps are not autotuned either. Compiled so, they took in 256 prompts of 1,000 tokens at 513,000 tokens/s,
-    where 574,000 and 586,000 had been measured on other machines; whether it was the machine is not known.
+    Other steps are not autotuned either, and as fast if workers compile them, but then all programs together are ready
+    no sooner (H200, 16 cores, Qwen3-0.6B: weights to the last program 44 s instead of 41).
     """
     return shape.decode and not autotuned(spec, shape)
