@@ -40,14 +40,14 @@ def enable(folder: Path | None = None) -> Path | None:
     """
     if jax.config.jax_compilation_cache_dir is not None or not jax.config.jax_enable_compilation_cache:
         return None
-    folder = folder or default_folder()
     try:
+        folder = folder or default_folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()
         if status.st_uid != os.getuid() or status.st_mode & 0o077:
             logger.warning("not caching compiled programs: %s is open to other users (chmod 700 it)", folder)
             return None
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # the latter where the user has no home
         logger.warning("not caching compiled programs: %s", error)
         return None
     jax.config.update("jax_compilation_cache_dir", str(folder))

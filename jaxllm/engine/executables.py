@@ -11,7 +11,7 @@ import pickle
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -91,17 +91,19 @@ class ExecutableCache:
 
     def holds(self, *facts: Any) -> bool:
         """Whether there is a program that these further facts tell apart; `load` may still find it of no use."""
-        return self._folder is not None and self._path(facts).exists()
+        return self._folder is not None and os.path.exists(self._path(facts))  # `Path.exists` may raise
 
     def load(self, *facts: Any) -> jax.stages.Compiled | None:
         """The program that these further facts tell apart, or None if there is none that can be read."""
-        if self._folder is None or not (path := self._path(facts)).exists():
+        if not self.holds(*facts):
             return None
+        path = self._path(facts)
         try:
             return from_bytes(path.read_bytes(), self._devices)
         except Exception as error:  # of whatever kind a damaged or foreign file raises
             logger.warning("%s is of no use and is compiled again: %s", path, error)
-            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
             return None
 
     def store(self, program: jax.stages.Compiled | bytes, *facts: Any) -> None:
@@ -111,9 +113,7 @@ class ExecutableCache:
         try:
             data = program if isinstance(program, bytes) else to_bytes(program)
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:
-                file.write(data)
-            os.replace(file.name, self._path(facts))  # whole, or not at all, for whoever reads at the same time
+            _write_whole(self._path(facts), data)
         except (OSError, ValueError, NotImplementedError) as error:
             logger.warning("a compiled program was not kept for the next start: %s", error)
 
@@ -126,6 +126,19 @@ class ExecutableCache:
     def _path(self, facts: tuple[Any, ...]) -> Path:
         assert self._folder is not None
         return self._folder / f"{self.digest(*facts)}.program"
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    """Or not at all, for whoever reads at the same time; a full disk keeps nothing of it."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        try:
+            file.write(data)
+            file.close()
+            os.replace(file.name, path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(file.name)
+            raise
 
 
 @cache

@@ -47,6 +47,19 @@ def test_an_open_folder_is_not_used(unset: None, tmp_path: Path, caplog: pytest.
     assert jax.config.jax_compilation_cache_dir is None
 
 
+def test_a_user_without_a_home_compiles_every_time(
+    unset: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    with caplog.at_level(logging.WARNING):
+        assert enable() is None
+    assert "Could not determine home directory" in caplog.text
+
+
 def test_the_callers_choice_stands(tmp_path: Path) -> None:
     chosen = jax.config.jax_compilation_cache_dir
     assert chosen is not None and enable(tmp_path / "other") is None

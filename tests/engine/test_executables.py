@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxllm.engine import executables
 from jaxllm.engine.executables import ExecutableCache, watch_for_cache_hits
 
 
@@ -70,6 +71,32 @@ def test_a_damaged_program_is_dropped(tmp_path: Path, caplog: pytest.LogCaptureF
     with caplog.at_level(logging.WARNING):
         assert cache.load() is None
     assert "is of no use" in caplog.text and not path.exists()
+
+
+def test_a_folder_that_is_not_ours_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where another user's folder may not be searched, or only be read."""
+
+    def denied(*args: object, **kwargs: object) -> None:
+        raise PermissionError("Permission denied")
+
+    cache = ExecutableCache(tmp_path, jax.devices()[:1], "engine")
+    cache.store(b"no program", "damaged")
+    monkeypatch.setattr(Path, "unlink", denied)
+    assert cache.holds("damaged") and cache.load("damaged") is None
+    monkeypatch.setattr(Path, "stat", denied)
+    assert not cache.holds("missing") and cache.load("missing") is None
+
+
+def test_nothing_is_left_of_a_program_that_cannot_be_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*args: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(executables.os, "replace", full)
+    ExecutableCache(tmp_path, jax.devices()[:1], "engine").store(b"program", "fact")
+    assert "No space left on device" in caplog.text
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_without_a_folder_nothing_is_kept() -> None:
