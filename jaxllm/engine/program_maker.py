@@ -4,7 +4,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
 
-from jaxllm.engine import small_batch
+from jaxllm.engine.choose import reports_logprobs
 from jaxllm.engine.compile_step import compile_step, is_kept
 from jaxllm.engine.compiler_options import compiled_by_workers
 from jaxllm.engine.programs import Programs
@@ -45,8 +45,8 @@ class ProgramMaker:
     def begin(self, num_blocks: int, shapes: list[StepShape], then: int) -> None:
         """Make the programs that will be measured while the weights are loaded: it takes little memory of the devices.
 
-        What is compiled by a worker is made by the first that is ready. The others are made in this process, decode
-        steps first, which take longer to compile: it has imported already what workers have yet to import.
+        A decode step is made by the first worker that is ready, if workers compile it. The others are made in this
+        process, decode steps first, which take longer to compile: it has imported already what workers have yet to.
 
         Args:
             num_blocks: of the KV cache that they are measured with.
@@ -59,7 +59,7 @@ class ProgramMaker:
             self._pool.start(len(shapes) + then)
         self._threads = ThreadPoolExecutor(len(shapes))
         for shape in sorted(shapes, key=lambda shape: shape.decode, reverse=True):
-            here = not self._compiled_elsewhere(shape)
+            here = not (shape.decode and self._compiled_elsewhere(shape))
             self._early[num_blocks, shape] = self._threads.submit(self._compile, num_blocks, shape, here)
 
     def make(self, num_blocks: int, shape: StepShape) -> jax.stages.Compiled:
@@ -90,11 +90,12 @@ class ProgramMaker:
         layout = self._spec.layout
         return sum(not is_kept(self._spec, self._weights, layout, num_blocks, shape) for shape in shapes)
 
-    def _priority(self, shape: StepShape) -> tuple[bool, bool]:
-        """Fused layers have four to six kernels instead of two or three, at about a second each to lower."""
-        spec = self._spec
-        fused = small_batch.fits(spec.attention, spec.run_time, spec.layout, shape.rows, spec.dtype)
-        return not self._compiled_elsewhere(shape), shape.decode and fused
+    def _priority(self, shape: StepShape) -> tuple[bool, bool, bool]:
+        """Decode steps have more kernels of ours to lower, and log probabilities come with twice as many of XLA's.
+
+        Qwen3-0.6B, for an H200, on an AMD EPYC: 6.8 to 10.2 CPU seconds with either, 6.0 to 8.6 with neither.
+        """
+        return not self._compiled_elsewhere(shape), shape.decode, reports_logprobs(shape.sampler)
 
     def _compiled_elsewhere(self, shape: StepShape) -> bool:
         """Of several GPUs, and where there are no workers, everything is compiled here."""

@@ -18,14 +18,12 @@ import numpy as np
 import pytest
 
 from jaxllm.bench.random_model import random_runner_spec
-from jaxllm.engine import program_maker, startup, worker_pool
+from jaxllm.engine import startup, worker_pool
 from jaxllm.engine.attention import Attention
 from jaxllm.engine.compile_step import compile_step
 from jaxllm.engine.compiler_options import autotuned, compiled_by_workers
 from jaxllm.engine.device_state import allocate_state
-from jaxllm.engine.executables import ExecutableCache
 from jaxllm.engine.lowering import Recipe, abstract_weights, export_step, lower_exported
-from jaxllm.engine.program_maker import ProgramMaker
 from jaxllm.engine.programs import Programs
 from jaxllm.engine.runner import load
 from jaxllm.engine.spec import RunnerSpec
@@ -215,8 +213,8 @@ def test_what_is_autotuned() -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(RunnerSpec, "platform", "gpu")
             shapes = [replace(spec.shapes.decode[0], rows=rows, tokens=rows) for rows in (8, 32, 64, 512)]
-            assert not any(autotuned(spec, s) or compiled_by_workers(spec, s) for s in spec.shapes.mixed)
-            assert all(autotuned(spec, shape) != compiled_by_workers(spec, shape) for shape in shapes)
+            assert not any(autotuned(spec, s) for s in spec.shapes.mixed)
+            assert all(autotuned(spec, s) != compiled_by_workers(spec, s) for s in (*shapes, *spec.shapes.mixed))
             return {shape.rows for shape in shapes if autotuned(spec, shape)}
 
     assert tuned("qwen3-0.6b", **plain) == {8, 32, 64, 512}
@@ -312,56 +310,6 @@ def test_a_frozen_program_is_not_started_once_more(monkeypatch: pytest.MonkeyPat
     assert worker_count(spec) == 12
     monkeypatch.setattr(sys, "frozen", True, raising=False)
     assert worker_count(spec) == 0
-
-
-def test_no_process_is_started_for_programs_that_are_kept(
-    small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spec, weights = small
-    monkeypatch.setitem(spec.__dict__, "executables", ExecutableCache(tmp_path, jax.devices()[:1]))
-    (*others, shape) = spec.shapes.all()
-    maker = ProgramMaker(spec, weights, StartupTimes())
-    started: list[int] = []
-    monkeypatch.setattr(maker._pool, "start", started.append)
-    monkeypatch.setattr(spec.executables, "holds", lambda *facts: facts[2] == shape)
-    prepared: Any = SimpleNamespace(prepare=lambda shapes, workers: started.append(len(shapes)))
-    maker.prepare(prepared, BLOCKS, [shape])
-    maker.prepare(prepared, BLOCKS, [*others, shape])
-    assert started == [0, 1, len(others), len(others) + 1]
-
-
-@pytest.mark.parametrize(("autotuned", "workers_compile"), [(True, True), (False, True), (False, False)])
-def test_what_is_measured_is_made_while_weights_are_loaded(
-    autotuned: bool, workers_compile: bool, small: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spec, weights = small
-    made: list[tuple[int, StepShape]] = []
-    loaded = threading.Event()
-
-    here: list[bool] = []
-
-    def fake(spec: Any, weights: Any, layout: Any, num_blocks: int, shape: StepShape, pool: Any, times: Any) -> str:
-        made.append((num_blocks, shape))
-        here.append(pool is None)
-        loaded.wait()
-        return f"{shape.name} for {num_blocks} blocks"
-
-    monkeypatch.setattr(program_maker, "compile_step", fake)
-    monkeypatch.setattr(program_maker, "compiled_by_workers", lambda spec, shape: not autotuned)
-    monkeypatch.setattr(WorkerPool, "compiles", workers_compile, raising=False)
-    monkeypatch.setattr(RunnerSpec, "platform", "gpu")
-    shapes = spec.shapes.all()[:2]
-    with ProgramMaker(spec, weights, StartupTimes()) as maker:
-        maker._pool._most = 0
-        maker.begin(BLOCKS, shapes, then=8)
-        loaded.set()
-        results: list[Any] = [maker.make(BLOCKS, shape) for shape in shapes]
-        results.append(maker.make(BLOCKS + 1, shapes[0]))
-    assert results == [
-        f"{s.name} for {n} blocks" for n, s in ((BLOCKS, shapes[0]), (BLOCKS, shapes[1]), (5, shapes[0]))
-    ]
-    # Worker processes help with those that follow, and with the others if they compile them alone.
-    assert len(made) == 3 and here == [*[autotuned or not workers_compile] * 2, False]
 
 
 @pytest.fixture
