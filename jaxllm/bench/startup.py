@@ -24,7 +24,8 @@ DESCRIPTION = """Start an engine in a process of its own, with an empty cache of
 
 Seconds count from the start of the process. Phases follow each other; "lower" lasts until the last program is lowered,
 while others compile already, "compile" until all are compiled or read from the cache, and "rest" is what no other phase
-counts: config, tokenizer, scheduler. What is measured is compiled while weights are loaded."""
+counts: config, tokenizer, scheduler. Programs are begun while weights are loaded, if the size of the KV cache is known
+well enough; then "lower" and "compile" are what is left when it has been measured."""
 
 _TIMEOUT = 1800.0
 _QUICK = {"import jaxllm": ["-c", "import jaxllm"], "--help": ["-m", "jaxllm.generate", "--help"]}

@@ -1,12 +1,13 @@
 """Compiles a step ahead of time, here or in another process, or takes it from an earlier start."""
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from jaxllm.cache.kv_array import KVLayout
-from jaxllm.engine.compiler_options import compiled_by_workers, compiler_options
+from jaxllm.engine.compiler_options import autotuned, compiled_by_workers, compiler_options
 from jaxllm.engine.executables import ExecutableCache, from_bytes, watch_for_cache_hits
 from jaxllm.engine.lowering import lower_step
 from jaxllm.engine.spec import RunnerSpec
@@ -27,6 +28,7 @@ def compile_step(
     shape: StepShape,
     pool: WorkerPool | None = None,
     times: StartupTimes | None = None,
+    before_tuning: Callable[[], object] = lambda: None,
 ) -> jax.stages.Compiled:
     """Compile a program of `shape` ahead of time for its arguments' shardings; KV array and state are donated.
 
@@ -41,6 +43,7 @@ def compile_step(
         shape: of the program.
         pool: of processes that help; None if there are none.
         times: where to write down how long it took.
+        before_tuning: called before an `autotuned` program is compiled, which takes time and memory of the device.
     """
     times = StartupTimes() if times is None else times
     executables, facts = _kept_programs(spec), _facts(spec, weights, layout, num_blocks, shape)
@@ -60,6 +63,8 @@ def compile_step(
         lowered = lower_step(spec, weights, layout, num_blocks, shape, times=times)
     else:
         lowered = pool.lower(layout, num_blocks, shape)
+    if autotuned(spec, shape):
+        before_tuning()
     with _COMPILING, watch_for_cache_hits() as hits, times.work(times.compiled):
         compiled = lowered.compile(compiler_options=compiler_options(spec, shape))
     if executables is not None and not hits:

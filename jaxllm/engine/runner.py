@@ -28,6 +28,7 @@ from jaxllm.engine.step_program import StepResults
 from jaxllm.engine.step_shape import PackedLayout, StepShape
 from jaxllm.engine.warm_up import WARM_UP_BLOCKS, largest, measure
 from jaxllm.memory.cache_size import BudgetError, WakeError
+from jaxllm.memory.expect import expected_blocks
 from jaxllm.memory.report import MemoryReport
 from jaxllm.memory.sizing import CacheDemand, blocks_that_fit, can_measure, check_weights, size_kv_cache
 from jaxllm.memory.verify import check_late, settle, verify
@@ -45,7 +46,8 @@ _STEPS_IN_FLIGHT = 4
 class Runner:
     """Start-up in its only order: load, warm up and measure, size, compile, verify, allocate, rehearse.
 
-    What is measured is compiled while the weights are loaded.
+    While the weights are loaded, programs are compiled already: those that are measured, and those for the size of the
+    cache that is expected (`memory.expect`), which it gets if the measurement allows it.
 
     Attributes:
         kv: the KV cache.
@@ -80,9 +82,12 @@ class Runner:
             check_weights(devices, self._demand)
         abstract = source.abstract() if isinstance(source, Weights) else abstract_weights(spec)
         sizes = KeptSizes.of(spec, abstract)
-        demand = replace(self._demand, earlier=sizes.read())
+        earlier, expected = sizes.read(), None
+        if earlier is None or not earlier.complete:  # else programs are kept, and nothing is to be made
+            expected = expected_blocks(devices, self._demand, loaded=isinstance(source, Weights))
+        demand = replace(self._demand, earlier=earlier, expected=expected)
         with ProgramMaker(spec, abstract, times) as maker:
-            maker.begin(WARM_UP_BLOCKS, largest(self.shapes), then=len(self.shapes.all()))
+            maker.begin(WARM_UP_BLOCKS, largest(self.shapes), self.shapes.all(), expected)
             with times.phase("weights"):
                 self.weights = source if isinstance(source, Weights) else load(spec, source)
                 self.state = allocate_state(spec.state, spec.placement)  # counted with the weights
@@ -108,7 +113,11 @@ class Runner:
         return self.memory_report.num_kvcache_blocks
 
     def _size(
-        self, maker: ProgramMaker, demand: CacheDemand, devices: list[jax.Device], times: StartupTimes
+        self,
+        maker: ProgramMaker,
+        demand: CacheDemand,
+        devices: list[jax.Device],
+        times: StartupTimes,
     ) -> MemoryReport:
         """How many blocks: measured with the largest programs, on a small cache that is gone afterwards."""
         spec, shapes = self.spec, largest(self.shapes)
@@ -130,6 +139,13 @@ class Runner:
         )
         with times.phase("measure"):
             report = _agreed(partial(size_kv_cache, devices, demand, warm_up))
+        if demand.expected not in (None, report.num_kvcache_blocks):
+            logger.warning(
+                "programs for %d blocks of the KV cache were begun; it has %d, and they are made again",
+                demand.expected,
+                report.num_kvcache_blocks,
+            )
+            maker.forget()
         return replace(report, measured_programs_seconds=waited)
 
     def _compile(

@@ -73,8 +73,14 @@ class WorkerPool:
         """Whether there are processes, and they compile."""
         return self._workers is not None and self._compiling
 
-    def start(self, programs: int) -> None:
-        """Start processes for so many programs, unless there are some, it is not worth it, or it has failed before."""
+    def start(self, programs: int, together: bool = False) -> None:
+        """Start processes for so many programs, unless there are some, it is not worth it, or it has failed before.
+
+        Args:
+            programs: how many.
+            together: start all at once; else the first has the cores for itself until it is ready, since somebody waits
+                for its program.
+        """
         count = min(self._most, programs)
         if self._workers is None and count and programs >= _WORTH_IT:
             logger.info("%d programs are made by %d processes", programs, count)
@@ -82,7 +88,7 @@ class WorkerPool:
                 recipe = Recipe.of(self._spec, self._weights)
                 # JAX's cache knows what this process compiles, not what workers do.
                 self._compiling = self._compiling and recipe.can_compile and not only_jax_keeps_programs()
-                self._workers = Workers(recipe, count, self._times)
+                self._workers = Workers(recipe, count, self._times, together)
             except Exception as error:
                 logger.warning("programs are made in this process, which is slower: no other was started: %s", error)
                 self._most = 0
@@ -132,6 +138,11 @@ class WorkerPool:
                 "programs are compiled in this process, which is slower: a worker's is of no use: %s", reason
             )
 
+    def check(self) -> None:
+        """Raises GivenUpError after `give_up`."""
+        if self._given_up:
+            raise GivenUpError("start-up was given up")
+
     def give_up(self) -> None:
         """End the processes, and with errors the calls of `lower` that wait for them: nobody needs their results."""
         self._given_up = True
@@ -180,33 +191,37 @@ class Workers:
         recipe: what they make programs of.
         count: how many.
         times: where to write down how long it took.
+        together: as for `WorkerPool.start`.
 
     Raises:
         OSError, TypeError, RuntimeError: if they cannot be started.
     """
 
-    def __init__(self, recipe: Recipe, count: int, times: StartupTimes):
+    def __init__(self, recipe: Recipe, count: int, times: StartupTimes, together: bool = False):
         self._times, self._recipe = times, pickle.dumps(recipe)
         self._idle: queue.Queue[WorkerProcess | None] = queue.Queue()  # None: there will be no more
         self._alive, self._lock = count, threading.Lock()
-        self._closed = False
+        self._closed = self._told = False
         self._workers = [WorkerProcess()]
         try:
-            threading.Thread(target=self._begin, args=(count - 1,), daemon=True).start()
+            threading.Thread(target=self._begin, args=(count - 1, together), daemon=True).start()
         except BaseException:
             self.close()
             raise
 
-    def _begin(self, others: int) -> None:
-        """The first one has the cores for itself until it is ready: somebody waits for its program already.
-
-        If it does not get ready, others would not either.
-        """
-        started = self._greet(self._workers[0])
-        for _ in range(others):
-            if not started:
+    def _begin(self, others: int, together: bool) -> None:
+        first = self._workers[0]
+        if together:
+            self._start(others)
+            self._greet(first)
+        elif self._greet(first):
+            self._start(others)
+        else:  # Others would not get ready either.
+            for _ in range(others):
                 self._lost()
-                continue
+
+    def _start(self, count: int) -> None:
+        for _ in range(count):
             try:
                 with self._lock:
                     if self._closed:
@@ -267,13 +282,20 @@ class Workers:
             worker.greet(self._recipe)
         except Exception as error:
             if not self._closed:
-                logger.warning("a process that was to make programs did not start: %s", worker.last_words(error))
+                self._tell_once(worker.last_words(error))
             self._lost()
             return False
         finally:
             timer.cancel()
         self._idle.put(worker)
         return True
+
+    def _tell_once(self, reason: str) -> None:
+        """What ends one before it is ready often ends all."""
+        with self._lock:
+            told, self._told = self._told, True
+        if not told:
+            logger.warning("a process that was to make programs did not start: %s", reason)
 
     def _lost(self) -> None:
         with self._lock:

@@ -37,36 +37,44 @@ class EarlierSizes:
 
 
 def as_before(
-    size: CacheSize, budgets: Sequence[DeviceBudget], *, least: int, earlier: EarlierSizes | None
+    size: CacheSize,
+    budgets: Sequence[DeviceBudget],
+    *,
+    least: int,
+    earlier: EarlierSizes | None,
+    expected: int | None = None,
 ) -> CacheSize:
-    """The size that lets a start use programs of an earlier one, or that later starts can have.
+    """The size that lets a start use programs of an earlier one, or those under way, or that later starts can have.
 
     Of the earlier numbers that fit and are little less than what fits (`GIVEN_UP`), the largest; one with all programs
-    before any with some. Where there is none, what fits beside `SLACK` bytes. So all starts agree, as long as what is
-    free for the cache varies by less than `SLACK` downwards and `GIVEN_UP - SLACK` upwards from the first.
+    before the one that programs are under way for, and that before one with some. Where there is none, what fits beside
+    `SLACK` bytes. So all starts agree, as long as what is free for the cache varies by less than `SLACK` downwards and
+    `GIVEN_UP - SLACK` upwards from the first.
 
     Args:
         size: what fits; never exceeded.
         budgets: of the devices, one of which it is from.
         least: the fewest blocks to take, those of the longest request; no more than fit.
-        earlier: None where nothing is kept for later starts: `size` then.
+        earlier: None where nothing is kept for later starts.
+        expected: a number of blocks for which programs are under way; None for none.
     """
-    if earlier is None:
-        return size
     budget, cache_bytes = budgets[size.device], size.num_blocks * budgets[size.device].block_bytes
-    slack = min(SLACK, cache_bytes // SLACK_SHARE)
-    own = min(size.num_blocks, *((each.binding.bytes - slack) // each.block_bytes for each in budgets))
-    own = max(own, least)
+    own = size.num_blocks
+    if earlier is not None:
+        slack = min(SLACK, cache_bytes // SLACK_SHARE)
+        own = min(own, *((each.binding.bytes - slack) // each.block_bytes for each in budgets))
+        own = max(own, least)
+    known = earlier or EarlierSizes()
     lowest = max(least, size.num_blocks - _given_up(cache_bytes) // budget.block_bytes)
     near = (
-        [blocks for blocks in known if lowest <= blocks <= size.num_blocks]
-        for known in (earlier.complete, earlier.begun)
+        [blocks for blocks in numbers if lowest <= blocks <= size.num_blocks]
+        for numbers in (known.complete, () if expected is None else (expected,), known.begun)
     )
     blocks = next((max(some) for some in near if some), own)
     if blocks == size.num_blocks:
         return size
-    if blocks == own:
-        return replace(size, num_blocks=own, bound_by=budget.binding.name)
+    if blocks == own or (blocks == expected and blocks not in known.complete):
+        return replace(size, num_blocks=blocks, bound_by=budget.binding.name)
     logger.info(
         "KV cache: %d blocks fit; %d are taken, for which an earlier start left programs", size.num_blocks, blocks
     )

@@ -50,6 +50,7 @@ class CacheDemand:
         step_buffer_bytes: inputs and outputs of the steps that are in flight.
         kernels: whether the Pallas kernels run, for predictions.
         earlier: what earlier starts decided on, whose programs are kept; None where none are.
+        expected: a number of blocks for which programs are under way; None for none.
     """
 
     config: EngineConfig
@@ -61,6 +62,7 @@ class CacheDemand:
     step_buffer_bytes: int = 0
     kernels: bool = False
     earlier: EarlierSizes | None = None
+    expected: int | None = None
 
     @property
     def told(self) -> bool:
@@ -118,7 +120,7 @@ def check_weights(devices: Sequence[jax.Device], demand: CacheDemand) -> None:
         if view.allocator is None:
             continue
         weights = view.weights + demand.predicted_weights + demand.predicted_state
-        budget = _budget(view, demand, demand.predicted_activations, weights=weights)
+        budget = gpu_budget(view, demand, demand.predicted_activations, weights=weights)
         limit = budget.physical if demand.told else budget.binding
         if limit.bytes + budget.activations < budget.block_bytes:
             size_cache([budget])
@@ -146,7 +148,7 @@ def size_kv_cache(
     start = time.perf_counter()
     programs = measure() if can_measure(devices) else ()
     views = [read_settled(device) for device in devices]
-    report = report_of(devices[0].platform, views, demand, programs, spare=SPARE_SHARE)
+    report = report_of(devices[0].platform, views, demand, programs, spare=True)
     return replace(report, measure_seconds=time.perf_counter() - start)
 
 
@@ -164,7 +166,7 @@ def fitting_blocks(views: Sequence[DeviceView], demand: CacheDemand, programs: S
     `gpu_memory_utilization`.
     """
     reserve = reserve_bytes(demand, programs)
-    budgets = [_budget(view, demand, reserve) for view in views]
+    budgets = [gpu_budget(view, demand, reserve) for view in views]
     return min(
         max(0, (budget.physical if demand.told else budget.binding).bytes // budget.block_bytes) for budget in budgets
     )
@@ -175,7 +177,7 @@ def report_of(
     views: Sequence[DeviceView],
     demand: CacheDemand,
     programs: tuple[ProgramReport, ...],
-    spare: int | None = None,
+    spare: bool = False,
 ) -> MemoryReport:
     """The report that follows from views and measurements; pure, so that tests can make both up.
 
@@ -184,17 +186,17 @@ def report_of(
         views: of each.
         demand: what is wanted.
         programs: as measured.
-        spare: what is reserved beyond what they need: their need divided by this; None for nothing.
+        spare: whether `SPARE_SHARE` of what they need is reserved beyond it.
 
     Raises:
         BudgetError: as `size_kv_cache`.
     """
     config = demand.config
     reserve = reserve_bytes(demand, programs)
-    if spare is not None:
-        reserve += _whole_grains(reserve // spare)
+    if spare:
+        reserve = with_spare(reserve)
     budgets = tuple(
-        _host_budget(view, demand, len(views)) if view.allocator is None else _budget(view, demand, reserve)
+        _host_budget(view, demand, len(views)) if view.allocator is None else gpu_budget(view, demand, reserve)
         for view in views
     )
     if not demand.told:
@@ -234,13 +236,7 @@ def decide(budgets: Sequence[DeviceBudget], demand: CacheDemand) -> CacheSize:
     Raises:
         BudgetError: if no block fits, not one request of `max_model_len` tokens, or not the number that the user set.
     """
-    config = demand.config
-    size = size_cache(
-        budgets,
-        useful_blocks=demand.useful_blocks,
-        num_kvcache_blocks=config.num_kvcache_blocks,
-        kv_cache_memory_bytes=config.kv_cache_memory_bytes,
-    )
+    config, size = demand.config, demanded_size(budgets, demand)
     if config.num_kvcache_blocks == -1:
         check_model_len(
             size.num_blocks,
@@ -249,7 +245,9 @@ def decide(budgets: Sequence[DeviceBudget], demand: CacheDemand) -> CacheSize:
             max_model_len=demand.max_model_len,
             bound_by=size.bound_by,
         )
-    return size if demand.told else as_before(size, budgets, least=demand.least_blocks, earlier=demand.earlier)
+    if demand.told:
+        return size
+    return as_before(size, budgets, least=demand.least_blocks, earlier=demand.earlier, expected=demand.expected)
 
 
 def reserve_bytes(demand: CacheDemand, programs: Sequence[ProgramReport]) -> int:
@@ -261,11 +259,27 @@ def reserve_bytes(demand: CacheDemand, programs: Sequence[ProgramReport]) -> int
     return _whole_grains(largest + demand.step_buffer_bytes) + ALLOCATOR_SLACK
 
 
+def with_spare(reserve: int) -> int:
+    """The reserve for programs that may need more with the real cache."""
+    return reserve + _whole_grains(reserve // SPARE_SHARE)
+
+
+def demanded_size(budgets: Sequence[DeviceBudget], demand: CacheDemand) -> CacheSize:
+    """`size_cache` with the options that set the size."""
+    config = demand.config
+    return size_cache(
+        budgets,
+        useful_blocks=demand.useful_blocks,
+        num_kvcache_blocks=config.num_kvcache_blocks,
+        kv_cache_memory_bytes=config.kv_cache_memory_bytes,
+    )
+
+
 def _whole_grains(size: int) -> int:
     return -(-size // RESERVE_GRAIN) * RESERVE_GRAIN
 
 
-def _budget(view: DeviceView, demand: CacheDemand, reserve: int, weights: int | None = None) -> DeviceBudget:
+def gpu_budget(view: DeviceView, demand: CacheDemand, reserve: int, weights: int | None = None) -> DeviceBudget:
     """A GPU's budget. What lies outside the pool grows until all programs are loaded: a margin is kept for it."""
     budget = DeviceBudget.measured(
         view,

@@ -350,6 +350,16 @@ def test_processes_start_once_the_first_is_ready(small: Any, fakes: SimpleNamesp
     assert fakes.killed == fakes.started and len(fakes.started) == 3
 
 
+def test_processes_start_together_where_nobody_waits_for_the_first(small: Any, fakes: SimpleNamespace) -> None:
+    with WorkerPool(*small, StartupTimes(), workers=3) as pool:
+        pool.start(10, together=True)
+        while len(fakes.started) < 3:
+            time.sleep(0.01)
+        assert pool._workers is not None and pool._workers._idle.empty()  # none is ready
+        fakes.ready.set()
+    assert fakes.killed == fakes.started and len(fakes.started) == 3
+
+
 def test_where_none_can_be_started_is_told_once(
     small: Any, fakes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -394,17 +404,20 @@ def test_workers_do_not_compile_what_only_jax_would_keep(small: Any, fakes: Simp
         jax.config.update("jax_enable_compilation_cache", True)
 
 
-def test_no_others_start_where_the_first_does_not_get_ready(
-    small: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("together", [False, True])
+def test_no_process_gets_ready(
+    together: bool, small: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """It is told once, and where they start one after the other, only the first one is started."""
     spec, weights = small
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with WorkerPool(spec, weights, StartupTimes(), workers=3) as pool:
-        pool.start(10)
+        pool.start(10, together=together)
         workers: Any = pool._workers
         with pytest.raises(WorkerError, match="all worker processes have ended"):
             workers.lower(spec.layout, BLOCKS, spec.shapes.decode[0])
-    assert caplog.text.count("did not start: it ended with exit code 1") == len(workers._workers) == 1
+    assert caplog.text.count("did not start: it ended with exit code 1") == 1
+    assert len(workers._workers) == (3 if together else 1)
 
 
 def test_nobody_waits_for_processes_that_no_thread_could_be_started_for(
