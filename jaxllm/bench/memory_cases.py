@@ -76,7 +76,7 @@ def jobs() -> list[Job]:
             kvcache_block_size=16,
             gpu_memory_utilization=0.5,
         ),
-        "truth": Job("truth", 25, 120, "truth", {"shape": SHAPE, "gpu_memory_utilization": 0.25}),
+        "truth": Job("truth", 25, 180, "truth", {"shape": SHAPE, "gpu_memory_utilization": 0.25}),
         "together": Job("together", 56, 120, script=together),
         "files": Job("files", 20, 90, script=files),
         "alone": _life("alone", 10, 60, **_BESIDE, gpu_memory_utilization=0.1),

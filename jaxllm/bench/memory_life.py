@@ -111,6 +111,8 @@ def _of_report(report: MemoryReport) -> Result:
         "bound_by": report.bound_by,
         "measure_seconds": report.measure_seconds,
         "measured_programs_seconds": report.measured_programs_seconds,
+        "other_programs": report.other_programs,
+        "measuring_cost": report.measuring_cost,
         "programs": [dataclasses.asdict(program) for program in report.programs],
         "predicted": report.predicted_activations,
         "notes": list(report.notes),

@@ -94,6 +94,10 @@ class ProgramMaker:
             self._pool.start(self._missing(num_blocks, shapes))
             programs.prepare(self._in_order(shapes), workers=len(shapes))
 
+    def made(self, num_blocks: int) -> int:
+        """How many programs for a cache of `num_blocks` are ready and were not asked for yet."""
+        return sum(blocks == num_blocks and future.done() for (blocks, _), future in self._early.items())
+
     def forget(self) -> None:
         """The cache has not the size that was expected: end what was begun for that one, and its processes."""
         self._pool.give_up()

@@ -67,6 +67,7 @@ class MemoryReport:
         predicted_activations: estimate from the model's shapes.
         outside_pool: bytes of this process outside the pool once all programs were loaded; None where unknown.
         measured_programs_seconds: time spent waiting, weights being loaded, for the programs that are measured.
+        other_programs: how many of the programs that serve were made meanwhile.
         measure_seconds: time that measuring and sizing took then.
         startup_seconds: time from loading to ready.
         notes: what a user should know: caps that bind, disagreements, a cache that was shrunk.
@@ -88,6 +89,7 @@ class MemoryReport:
     predicted_activations: int | None = None
     outside_pool: int | None = None
     measured_programs_seconds: float = 0.0
+    other_programs: int = 0
     measure_seconds: float = 0.0
     startup_seconds: float | None = None
     notes: tuple[str, ...] = ()
@@ -172,9 +174,20 @@ class MemoryReport:
         if self.startup_seconds is not None:
             parts.append(
                 f"measuring took {self.measure_seconds:.1f} s, waiting for its programs "
-                f"{self.measured_programs_seconds:.1f} s, of {self.startup_seconds:.1f} s of start-up"
+                f"{self.measured_programs_seconds:.1f} s, in which {self.other_programs} others were made, of "
+                f"{self.startup_seconds:.1f} s of start-up; its share: {self.measuring_cost:.1f} s"
             )
         return "\n".join([*parts, *(f"note: {note}" for note in self.notes)])
+
+    @property
+    def measuring_cost(self) -> float:
+        """Seconds that measuring added to the start: itself, and its programs' share of the wait for them.
+
+        Programs that serve would take their time anyway, so those that were made meanwhile count like those measured.
+        """
+        measured = len(self.programs)
+        share = measured / (measured + self.other_programs) if measured else 0.0
+        return self.measure_seconds + share * self.measured_programs_seconds
 
     def save(self, path: Path) -> None:
         """Write a picture (.svg, .png) or the numbers (.json), by the file's suffix.

@@ -155,6 +155,7 @@ def test_programs_for_the_expected_cache_are_made_while_weights_are_loaded(
         assert set(made.calls) == {(BLOCKS, measured[0]), *((EXPECTED, shape) for shape in shapes)}
         until(lambda: len(made.compiled) == 1 + len(shapes) - len(tuned))
         assert not set(tuned) & set(made.compiled)
+        until(lambda: maker.made(EXPECTED) == len(shapes) - len(tuned))
         programs = Programs(lambda shape: maker.make(EXPECTED, shape), maker.give_up)
         maker.prepare(programs, EXPECTED, shapes)
     assert {p.shape: p.compiled for p in programs} == {s: f"{s.name} for {EXPECTED} blocks" for s in shapes}

@@ -51,6 +51,14 @@ def test_program_takes_the_larger_and_knows_the_disagreement() -> None:
     assert ProgramReport(name="p", static=1000).disagreement == 0.0
 
 
+def test_measuring_costs_its_own_time_and_its_programs_share_of_the_wait() -> None:
+    programs = tuple(ProgramReport(name=name, static=1, measured=1) for name in ("a", "b"))
+    times = {"programs": programs, "measure_seconds": 0.5, "measured_programs_seconds": 12.0}
+    assert report(**times).measuring_cost == 12.5
+    assert report(**times, other_programs=6).measuring_cost == 3.5  # two of eight
+    assert report(**times | {"programs": ()}, other_programs=6).measuring_cost == 0.5
+
+
 def test_json_is_complete(tmp_path: Path) -> None:
     report().save(tmp_path / "report.json")
     read = json.loads((tmp_path / "report.json").read_text())
