@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from kernels_pallas.hopper import MULTIPROCESSORS
 from kernels_pallas.interlayer import bench as interlayer
 from kernels_pallas.kv_write import WriteConfig
 from kernels_pallas.kv_write import bench as kv_write
@@ -60,9 +61,24 @@ TUNE = (
         )
     )
     + tuple(
-        decode_points.Point(rows, lengths, cudnn=False, config=DecodeConfig(target_items=items, min_piece=piece))
-        for rows, lengths, piece in ((256, ("log-uniform", 32768), 1024), (64, 4096, 1024), (8, 4096, 128))
-        for items in (396, 792, 1584)
+        decode_points.Point(rows, lengths, cudnn=False, config=DecodeConfig(waves=waves, one_wave=0, min_piece=piece))
+        for rows, lengths, piece in (
+            (1, 131072, 128),
+            (8, 4096, 128),
+            (8, 32768, 128),
+            (8, 131072, 128),
+            (64, 4096, 1024),
+            (64, 32768, 1024),
+            (256, ("log-uniform", 32768), 1024),
+        )
+        for waves in (1, 2, 4, 8)
+    )
+    + tuple(
+        decode_points.Point(
+            rows, lengths, kv_dtype="float8_e4m3fn", cudnn=False, config=DecodeConfig(wave=places * MULTIPROCESSORS)
+        )
+        for rows, lengths in ((1, 32768), (8, 1024), (8, 4096), (8, 32768))
+        for places in (3, 4)
     ),
     tuple(
         ragged_prefill.Point(rows, tokens, config=config)

@@ -191,11 +191,11 @@ def _check_interlayer(interpret: plgpu.InterpretGPUParams | None) -> float:
 
 
 def _check_decode(interpret: plgpu.InterpretGPUParams | None) -> float:
-    """Rows whole and cut; several tokens a row; a float8 cache."""
-    lengths = jnp.array([0, 1, 150, 16], jnp.int32)
+    """Rows whole, and cut into so many pieces that they are merged in two levels; several tokens; a float8 cache."""
+    lengths = jnp.array([0, 1, 950, 16], jnp.int32)
     kv, tables = _cache(lengths.tolist(), 16)
     q = jax.random.normal(jax.random.key(0), (4, 3, 4, 128), jnp.bfloat16)
-    whole, cut = DecodeConfig(min_piece=2048), DecodeConfig(min_piece=64, target_items=8)
+    whole, cut = DecodeConfig(min_piece=2048), DecodeConfig(min_piece=64, wave=48)
     errors = []
     for queries, cache, config in (
         (q[:, 0], kv, whole),
@@ -219,7 +219,7 @@ def _check_decode_write(interpret: plgpu.InterpretGPUParams | None) -> float:
     k, v = (written[1, part, blocks, :, slots] for part in range(2))
     q = jax.random.normal(jax.random.key(0), (3, 4, 128), jnp.bfloat16)
     where = (1, tables, jnp.array(lengths, jnp.int32))
-    config = DecodeConfig(min_piece=64, target_items=8)
+    config = DecodeConfig(min_piece=64, wave=24)
     before = written.at[1, :, blocks, :, slots].set(jnp.nan)
     kernel = functools.partial(paged_decode_write, scale=0.1, config=config, interpret=interpret)
     got, _, kv = jax.jit(kernel)(q, k, v, before, *where)
@@ -242,7 +242,7 @@ def _check_prefill(interpret: plgpu.InterpretGPUParams | None) -> float:
         heads=4,
         kv=KVLayout.of(kv),
         max_context=tables.shape[1] * 16,
-        decode_config=DecodeConfig(min_piece=64, target_items=8),
+        decode_config=DecodeConfig(min_piece=64, wave=24),
     )
     kernel = functools.partial(ragged_prefill, scale=0.1, config=config, interpret=interpret)
     errors = []

@@ -20,14 +20,19 @@ class DecodeConfig:
     Attributes:
         step: context tokens per iteration (64 or 128): one shared-memory tile of K and one of V.
         stages: tiles of K and of V in flight (2 or more).
-        target_items: thread blocks (piece of a row, KV head) to aim for when rows are cut: pieces are of about
-            (all context tokens * kv_heads) / target_items tokens.
+        wave: thread blocks (piece of a row, KV head) that run at the same time. Rows are cut into no more pieces than
+            fill it, or whole multiples of it: one block too many would run alone in the end.
+        waves: how many waves long rows are cut for. Of equal pieces in one wave the slowest decides; more level out,
+            but each has a start and an end.
+        one_wave: tokens a piece may have for a single wave; only where it would have more are there `waves`.
         min_piece: fewest tokens a cut leaves in a piece, in tokens; contexts up to this length are never cut.
     """
 
     step: int = 64
     stages: int = 2
-    target_items: int = 3 * MULTIPROCESSORS
+    wave: int = 3 * MULTIPROCESSORS
+    waves: int = 2
+    one_wave: int = 4096
     min_piece: int = 128
 
     def __post_init__(self) -> None:
@@ -35,8 +40,9 @@ class DecodeConfig:
             raise ValueError(f"step is {self.step}; expected 64 or 128 (wgmma takes 64 rows of K at a time)")
         if self.stages < 2:
             raise ValueError(f"stages is {self.stages}; expected 2 or more, one being read while the next is loaded")
-        if self.target_items < 1:
-            raise ValueError(f"target_items is {self.target_items}; expected 1 or more")
+        for name, least in (("wave", 1), ("waves", 1), ("one_wave", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected {least} or more")
         if self.min_piece < self.step or self.min_piece % self.step:
             raise ValueError(f"min_piece is {self.min_piece}; expected a positive multiple of step ({self.step})")
 

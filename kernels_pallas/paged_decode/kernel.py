@@ -11,13 +11,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas.hopper import MATRIX_TILES, KVLayout, row_tiles
-from kernels_pallas.last_block import count_down
 from kernels_pallas.paged_decode.config import DecodeConfig
-from kernels_pallas.paged_decode.merge import merge_pieces
+from kernels_pallas.paged_decode.merge import Piece, merge_with_others
 from kernels_pallas.paged_decode.plan import FIELDS
 from kernels_pallas.paged_decode.queries import PARTS, join_parts, split_queries
 from kernels_pallas.paged_decode.several_tokens import as_last_token_sees, finite_maximum, load_groups, tile_queries
-from kernels_pallas.paged_decode.window import window_start, write_groups
+from kernels_pallas.paged_decode.window import lies_in_tiles, window_start, write_groups
 from kernels_pallas.warpgroup import Ref, convert, product, zero_rows
 
 
@@ -55,6 +54,11 @@ class DecodeShape:
         """Whether V is converted before it is multiplied, and K multiplied as it is."""
         return bool(self.kv_dtype != self.dtype)
 
+    @property
+    def gathers(self) -> bool:
+        """Whether a row's queries are gathered token by token, not read as the tiles they lie in."""
+        return not lies_in_tiles(self.group, self.tokens)
+
     def scratch(self) -> list[Any]:
         """Shared memory and barriers, in the order of `_Scratch`."""
         stages, step, head_dim, window = self.config.stages, self.config.step, self.kv.head_dim, self.window
@@ -90,7 +94,7 @@ class _Scratch(NamedTuple):
     v: Ref
     q: Ref  # [window, head_dim]; not of a quantized cache
     p: Ref  # [window, step]; then the count of pieces
-    out: Ref  # [window, head_dim], row-major; first the queries of several tokens, or those that become float8
+    out: Ref  # [window, head_dim], row-major; first the queries that are gathered, or become float8
     k_loaded: Ref
     v_loaded: Ref
     q_loaded: Ref
@@ -127,14 +131,18 @@ def decode_kernel(
     block = lax.axis_index("block")
     item, head = block // layout.kv_heads, block % layout.kv_heads
     row, token, first, items, piece, context = (items_ref[field, item] for field in range(len(FIELDS)))
+    layer = layer_ref[0]
+    # None of them is negative. Were they not asked for, the compiler would read all but `items` behind the branch, and
+    # a block wait for two reads in turn before it reads its table.
+    is_used = jnp.logical_and(items > 0, row | token | first | piece | context | layer >= 0)
     begin = (item - first) * piece
     end = jnp.minimum(begin + piece, context)
     steps = pl.cdiv(end - begin, step)
     first_row = (token * shape.tokens * layout.kv_heads + head) * shape.group
     start = first_row
-    if shape.tokens == 1:
+    if not shape.gathers:
         start = pl.multiple_of(window_start(first_row, window, shape.query_rows), 8)
-    first_page = layout.first_page(layer_ref[0]) + head
+    first_page = layout.first_page(layer) + head
 
     def groups_of(ref: Ref) -> list[Ref]:
         """The rows of `ref` that are the group's heads, for each of the row's tokens."""
@@ -189,16 +197,16 @@ def decode_kernel(
         has_newest = jnp.logical_and(end == context, steps > 0)
         before_newest = jnp.where(has_newest, steps - 1, steps)
 
-    @pl.when(items > 0)
+    @pl.when(is_used)
     def _() -> None:
         # All read at once: a block waits for its table before its first copy, not before each of them.
         first_pages = [pages_of(jnp.int32(index)) for index in range(stages)]
         queries = scratch.out if shape.quantized else scratch.q
         # Before the tiles of K and V: behind them they would keep the first product, and the next loads, waiting.
-        if shape.tokens == 1:
-            plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(start, window)], queries, scratch.q_loaded)
-        else:
+        if shape.gathers:
             load_groups(groups_of(q_ref), scratch.out, scratch.q_loaded)
+        else:
+            plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(start, window)], queries, scratch.q_loaded)
         if newest_refs is not None:
             pl.when(has_newest)(functools.partial(load_newest, newest_refs))
         for index, pages in enumerate(first_pages):
@@ -206,7 +214,7 @@ def decode_kernel(
         if newest_refs is not None:
             pl.when(has_newest)(write_newest)
         plgpu.barrier_wait(scratch.q_loaded)
-        if shape.tokens > 1 and not shape.quantized:
+        if shape.gathers and not shape.quantized:
             tile_queries(scratch.out, scratch.q)
         score_scale, value_scale = shape.scale_log2, 1.0
         if scales_ref is not None:
@@ -293,14 +301,14 @@ def decode_kernel(
 
         @pl.when(items > 1)
         def _() -> None:
-            pieces_ref[block] = acc
-            piece_lse_ref[block] = lse
-            if shape.in_order:
-                last = item == first + items - 1
-            else:
-                counter = pending_ref.at[pl.ds(row * layout.kv_heads + head, 1)]
-                last = count_down(counter, items, scratch.p) == 1
-
-            @pl.when(last)
-            def _() -> None:
-                write(*merge_pieces(pieces_ref, piece_lse_ref, first * layout.kv_heads + head, items, layout.kv_heads))
+            merge_with_others(
+                acc,
+                lse,
+                Piece(item, first, items, row, head, layout.kv_heads, items_ref.shape[1]),
+                pieces_ref=pieces_ref,
+                lse_ref=piece_lse_ref,
+                pending_ref=pending_ref,
+                shared=scratch.p,
+                in_order=shape.in_order,
+                write=write,
+            )

@@ -25,7 +25,7 @@ from kernels_pallas.paged_decode.kernel import DecodeShape, decode_kernel
 from kernels_pallas.paged_decode.plan import DecodePlan, plan_decode
 from kernels_pallas.paged_decode.several_tokens import MAX_TOKENS, select_token_heads
 from kernels_pallas.paged_decode.tuned import tuned_config
-from kernels_pallas.paged_decode.window import padded_query_rows, select_heads, window_rows
+from kernels_pallas.paged_decode.window import lies_in_tiles, padded_query_rows, select_heads, window_rows
 from kernels_pallas.warpgroup import Ref
 
 QUANTIZED_DTYPES = (jnp.float8_e4m3fn,)
@@ -195,10 +195,10 @@ def _paged_decode(
         scale=scale, scales=scales, into=None, interpret=interpret, written=written, newest=newest,
         row_tokens=tokens,
     )  # fmt: skip
-    if tokens == 1:
+    if lies_in_tiles(group, tokens):
         lse = select_heads(lse, heads=heads, group=group, query_rows=query_rows)
     else:
-        lse = select_token_heads(lse, kv_heads=layout.kv_heads, group=group, tokens=tokens)
+        lse = select_token_heads(lse, kv_heads=layout.kv_heads, group=group, tokens=tokens).reshape(q.shape[:2])
     return out.reshape(q.shape), lse, None if written is None else written[...].reshape(kv.shape)
 
 
@@ -239,12 +239,12 @@ def decode_rows(
     layout = check_attention_arguments(q, kv, QUANTIZED_DTYPES)
     tokens, heads, head_dim = q.shape
     group = heads // layout.kv_heads
-    window = window_rows(group) if row_tokens == 1 else -(-row_tokens * group // 8) * 8
+    window = window_rows(group, row_tokens)
     plan.config.check(head_dim=head_dim, window=window, block_size=layout.block_size, kv_itemsize=kv.dtype.itemsize)
     dtype = q.dtype if kv.dtype == q.dtype else jnp.dtype(jnp.float16)
     queries = q.reshape(tokens * heads, head_dim)
-    # A window is read as whole 8-row tiles: the last one must lie inside the array.
-    padding = padded_query_rows(queries.shape[0], window) - queries.shape[0] if row_tokens == 1 else 0
+    # A window that is read as whole 8-row tiles must lie inside the array.
+    padding = padded_query_rows(queries.shape[0], window) - queries.shape[0] if lies_in_tiles(group, row_tokens) else 0
     queries = jnp.pad(queries, ((0, padding), (0, 0))) if padding else queries
     shape = DecodeShape(
         kv=layout,

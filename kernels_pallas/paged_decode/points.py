@@ -50,7 +50,7 @@ class Point:
         if self.room is not None:
             name += f" room{self.room}"
         if self.config is not None:
-            name += f" step{self.config.step}x{self.config.stages} items{self.config.target_items}"
+            name += f" step{self.config.step}x{self.config.stages} waves{self.config.waves}x{self.config.wave}"
             name += f" piece{self.config.min_piece}"
         return name
 

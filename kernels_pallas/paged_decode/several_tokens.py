@@ -1,6 +1,7 @@
 """Several query tokens a row, the last of its context: their heads of one group are columns side by side.
 
-Column `t * group + h` is head h of the row's t-th token, which does not see the tokens after it.
+Column `t * group + h` is head h of the row's t-th token, which does not see the tokens after it. Queries are gathered
+group by group; so are those of one token where a group may lie in more tiles than it fills.
 """
 
 from collections.abc import Sequence

@@ -13,13 +13,18 @@ from jaxtyping import Array, Float
 from kernels_pallas.warpgroup import Ref
 
 
-def window_rows(group: int) -> int:
-    """Rows of the 8-row tiles that can hold `group` consecutive query rows starting at any multiple of `group`.
+def window_rows(group: int, tokens: int = 1) -> int:
+    """Columns of the products: a row's query heads of one KV head, in whole 8-row tiles."""
+    return -(-tokens * group // 8) * 8
 
-    TMA slices of tiled shared memory start at multiples of 8 rows, so a group is read with the rest of its tiles.
+
+def lies_in_tiles(group: int, tokens: int = 1) -> bool:
+    """Whether `group` consecutive query rows, from any multiple of `group` on, lie in `window_rows` of whole tiles.
+
+    TMA slices of tiled shared memory start at multiples of 8 rows. Groups of 1, 2, 4, 8 and 16 can be read with the
+    rest of their tiles; five rows may lie in two, and are gathered instead, as several tokens' groups are.
     """
-    largest_offset = max(start % 8 for start in range(0, 8 * group, group))
-    return -(-(largest_offset + group) // 8) * 8
+    return tokens == 1 and max(start % 8 for start in range(0, 8 * group, group)) + group <= window_rows(group)
 
 
 def window_start(first_row: Any, window: int, query_rows: int) -> Any:
@@ -42,7 +47,8 @@ def write_groups(result: jax.Array, out_tile: Ref, groups: Sequence[Ref], offset
     for index, group in enumerate(groups):
         size = group.shape[0]
         plgpu.copy_smem_to_gmem(out_tile.at[pl.ds(offset + index * size, size)], group)
-    plgpu.wait_smem_to_gmem(0)
+    # The thread block's last act: shared memory must outlive the copies, which need not have arrived.
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def select_heads(

@@ -1,6 +1,13 @@
-"""What a computing warpgroup of the prefill kernel does with a unit of work."""
+"""What a computing warpgroup of the prefill kernel does with a unit of work.
+
+Products are asked for two at a time, a step's weights with V and the next step's queries with K, so that the matrix
+units have work while one warpgroup hands them to the other; only a unit's first product with K and its last with V
+stand alone. All else is done while the other warpgroup multiplies (the two overlaps of FlashAttention-3), also the
+scaling of what has been summed, to which products are added in place.
+"""
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.experimental.pallas as pl
@@ -14,7 +21,7 @@ from kernels_pallas.warpgroup import Ref, convert, product, zero_rows
 
 
 def take_turns(scratch: Scratch) -> None:
-    """Let the other computing warpgroup have the matrix units, and wait for it to be done with them."""
+    """Let the other computing warpgroup have the matrix units, or wait for them: whatever it does not have or want."""
     if scratch.turns is not None:
         plgpu.barrier_arrive(scratch.turns)
         plgpu.barrier_wait(scratch.turns)
@@ -43,23 +50,46 @@ def compute_unit(
     score_scale, value_scale = shape.scale_log2, 1.0
     if shape.quantized:
         score_scale, value_scale = shape.scale_log2 * scales_ref[0], scales_ref[1]
+    by_row = plgpu.Layout.WGMMA.reduce(1)
 
-    def body(index: jax.Array, carry: tuple[jax.Array, ...], masked: bool) -> tuple[jax.Array, ...]:
-        highest, total, *acc = carry
-        slot = lax.rem(done + index, stages)
+    def slot_of(index: jax.Array) -> jax.Array:
+        return lax.rem(done + index, stages)
+
+    def keys_of(index: jax.Array) -> Ref:
+        """K of a step once it is loaded, or this warpgroup's half of it converted."""
+        slot = slot_of(index)
         plgpu.barrier_wait(scratch.k_loaded.at[slot])
-        keys = scratch.k.at[slot]
-        if scratch.k_converted is not None:
-            _convert_together(warpgroup, keys, scratch.k_converted, scratch.k_ready, scratch.k_consumed.at[slot])
-            keys = scratch.k_converted
-        scores = product((WARPGROUP_ROWS, step), q, keys.transpose((1, 0)), functools.partial(take_turns, scratch))
         if scratch.k_converted is None:
-            plgpu.barrier_arrive(scratch.k_consumed.at[slot])
+            return scratch.k.at[slot]
+        _convert_half(warpgroup, scratch.k.at[slot], scratch.k_converted, scratch.k_consumed.at[slot])
+        return scratch.k_converted
 
-        @pl.when(index == steps - 1)
-        def _() -> None:
-            plgpu.barrier_arrive(scratch.q_consumed)
+    def values_of(index: jax.Array) -> Ref:
+        """V likewise."""
+        slot = slot_of(index)
+        plgpu.barrier_wait(scratch.v_loaded.at[slot])
+        if scratch.v_converted is None:
+            return scratch.v.at[slot]
+        rows = unit.context - index * step
+        _convert_half(warpgroup, scratch.v.at[slot], scratch.v_converted, scratch.v_consumed.at[slot], rows)
+        return scratch.v_converted
 
+    def multiplied_keys(index: jax.Array) -> None:
+        if scratch.k_converted is None:
+            plgpu.barrier_arrive(scratch.k_consumed.at[slot_of(index)])
+        else:
+            plgpu.barrier_arrive(scratch.multiplied)
+        pl.when(index == steps - 1)(lambda: plgpu.barrier_arrive(scratch.q_consumed))
+
+    def multiplied_values(index: jax.Array) -> None:
+        if scratch.v_converted is None:
+            plgpu.barrier_arrive(scratch.v_consumed.at[slot_of(index)])
+
+    def softmax(
+        index: jax.Array, carry: tuple[jax.Array, ...], masked: bool
+    ) -> tuple[jax.Array, jax.Array, list[jax.Array], Ref | jax.Array]:
+        """The running maximum, the sum of weights, the sums of values at that maximum, and the step's weights."""
+        highest, total, scores, *acc = carry
         if masked:
             query = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=plgpu.Layout.WGMMA)
             key = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
@@ -69,44 +99,90 @@ def compute_unit(
         weights = jnp.exp2(scores * score_scale - lax.broadcast_in_dim(new_highest, scores.shape, [0]))
         total = total * shrink + weights.sum(axis=1)
         p: Ref | jax.Array = weights.astype(q.dtype)
+        acc = [part * lax.broadcast_in_dim(shrink, part.shape, [0]) for part in acc]
         if scratch.p is not None:
             scratch.p.at[warpgroup][...] = p
             plgpu.commit_smem()
             p = scratch.p.at[warpgroup]
+        return new_highest, total, acc, p
+
+    def get_ready(fetch: Callable[[], tuple[Ref, ...]], first: bool = False) -> tuple[Ref, ...]:
+        """What `fetch` returns, when both it and the matrix units are there.
+
+        What is converted overwrites what the other warpgroup multiplied last, and must not before it has: a unit's
+        first K the K that was waited for before the unit before it converted its last V.
+        """
+        if scratch.multiplied is not None and not first:
+            plgpu.barrier_wait(scratch.multiplied)
         if scratch.turns is not None:
             plgpu.barrier_arrive(scratch.turns)
-        plgpu.barrier_wait(scratch.v_loaded.at[slot])
+        fetched = fetch()
         if scratch.turns is not None:
             plgpu.barrier_wait(scratch.turns)
-        values = scratch.v.at[slot]
-        if scratch.v_converted is not None:
-            valid = unit.context - index * step
-            released = scratch.v_consumed.at[slot]
-            _convert_together(warpgroup, values, scratch.v_converted, scratch.v_ready, released, rows=valid)
-            values = scratch.v_converted
-        for part in range(len(acc)):
-            added = product((WARPGROUP_ROWS, columns), p, values.at[:, pl.ds(part * columns, columns)])
-            acc[part] = acc[part] * lax.broadcast_in_dim(shrink, added.shape, [0]) + added
-        if scratch.v_converted is None:
-            plgpu.barrier_arrive(scratch.v_consumed.at[slot])
-        return new_highest, total, *acc
+        if scratch.converted is not None:
+            plgpu.barrier_arrive(scratch.converted)
+            plgpu.barrier_wait(scratch.converted)
+        return fetched
+
+    def multiply(
+        acc: list[jax.Array], p: Ref | jax.Array, values: Ref, keys: Ref | None
+    ) -> tuple[list[jax.Array], jax.Array | None]:
+        """`acc` plus the product of the weights with V, and that of the queries with K, if it is given."""
+        parts = [values.at[:, pl.ds(part * columns, columns)] for part in range(len(acc))]
+        if shape.interpreted:
+            sums = [part + product(part.shape, p, value) for part, value in zip(acc, parts, strict=True)]
+            if keys is None:
+                take_turns(scratch)
+                return sums, None
+            return sums, multiply_keys(keys)
+
+        def run(refs: tuple[Ref, ...]) -> None:
+            for ref, value in zip(refs, parts, strict=False):
+                plgpu.wgmma(ref, p, value)
+            if keys is not None:
+                plgpu.wgmma(refs[-1], q, keys.transpose((1, 0)))
+            take_turns(scratch)
+
+        zeros = plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS, step), jnp.float32), plgpu.Layout.WGMMA)
+        operands = (*acc, zeros) if keys is not None else tuple(acc)
+        products = pl.run_state(run)(tuple(plgpu.ACC.init(operand) for operand in operands))
+        return list(products[: len(acc)]), products[-1] if keys is not None else None
+
+    def multiply_keys(keys: Ref) -> jax.Array:
+        return product((WARPGROUP_ROWS, step), q, keys.transpose((1, 0)), functools.partial(take_turns, scratch))
+
+    def body(index: jax.Array, carry: tuple[jax.Array, ...], masked: bool) -> tuple[jax.Array, ...]:
+        """Softmax of a step's scores; product of its weights with V, and of the queries with the next step's K."""
+        highest, total, acc, p = softmax(index, carry, masked)
+        values, keys = get_ready(lambda: (values_of(index), keys_of(index + 1)))
+        acc, scores = multiply(acc, p, values, keys)
+        multiplied_values(index)
+        multiplied_keys(index + 1)
+        return highest, total, scores, *acc
 
     @pl.when(steps > 0)
     def _() -> None:
         plgpu.barrier_wait(scratch.q_loaded)
-        by_row = plgpu.Layout.WGMMA.reduce(1)
+        (keys,) = get_ready(lambda: (keys_of(jnp.int32(0)),), first=True)
+        scores = multiply_keys(keys)
+        multiplied_keys(jnp.int32(0))
         carry: tuple[jax.Array, ...] = (
             plgpu.layout_cast(jnp.full((WARPGROUP_ROWS,), -jnp.inf, jnp.float32), by_row),
             plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS,), jnp.float32), by_row),
+            scores,
             *(
                 plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS, columns), jnp.float32), plgpu.Layout.WGMMA)
                 for _ in range(shape.kv.head_dim // columns)
             ),
         )
         # Steps that even the first token sees in full need no mask.
-        full = jnp.clip((unit.offset + first + 1) // step, 0, steps)
+        full = jnp.clip((unit.offset + first + 1) // step, 0, steps - 1)
         carry = lax.fori_loop(0, full, functools.partial(body, masked=False), carry)
-        _, total, *acc = lax.fori_loop(full, steps, functools.partial(body, masked=True), carry)
+        carry = lax.fori_loop(full, steps - 1, functools.partial(body, masked=True), carry)
+        _, total, acc, p = softmax(steps - 1, carry, masked=True)
+        (values,) = get_ready(lambda: (values_of(steps - 1),))
+        acc, _ = multiply(acc, p, values, None)
+        multiplied_values(steps - 1)
         inverse = value_scale / total
         width = output_columns(shape.kv.head_dim)
         for part, accumulated in enumerate(acc):
@@ -123,14 +199,8 @@ def compute_unit(
                 )
 
 
-def _convert_together(
-    warpgroup: jax.Array, source: Ref, target: Ref, ready: Ref | None, consumed: Ref, rows: jax.Array | None = None
-) -> None:
-    """Convert this warpgroup's half of a tile and wait for the other's; zeros from row `rows` on.
-
-    Nobody still reads the target: the wait for V's halves comes after both warpgroups' products with K, and the wait
-    for the next K's halves after their products with V.
-    """
+def _convert_half(warpgroup: jax.Array, source: Ref, target: Ref, consumed: Ref, rows: jax.Array | None = None) -> None:
+    """Convert this warpgroup's half of a tile; zeros from row `rows` on."""
     half = source.shape[0] // COMPUTE_WARPGROUPS
     if half >= 64:
         first = pl.multiple_of(warpgroup * half, half)
@@ -144,8 +214,6 @@ def _convert_together(
         pl.when(rows < target.at[part].shape[0])(functools.partial(zero_rows, target.at[part], rows))
     plgpu.commit_smem()
     plgpu.barrier_arrive(consumed)
-    plgpu.barrier_arrive(ready)
-    plgpu.barrier_wait(ready)
 
 
 def _write(

@@ -123,6 +123,7 @@ def _ragged_prefill(
         kv_dtype=kv.dtype,
         dtype=dtype,
         out_dtype=q.dtype,
+        interpreted=interpret is not None,
     )
     scales = jnp.stack([k_scale, v_scale])
     out = plgpu.kernel(

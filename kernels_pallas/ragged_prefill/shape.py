@@ -18,7 +18,7 @@ class PrefillShape:
     """The static sizes the kernel is specialised for.
 
     `kv_dtype` is the cache's; `dtype` is what is multiplied: the same, or float16 for a quantized cache, which holds
-    every float8 exactly.
+    every float8 exactly. The interpreter does not know products that are added to in place.
     """
 
     kv: KVLayout
@@ -30,6 +30,7 @@ class PrefillShape:
     kv_dtype: Any
     dtype: Any
     out_dtype: Any
+    interpreted: bool
 
     @property
     def quantized(self) -> bool:
@@ -99,8 +100,8 @@ class Scratch(NamedTuple):
     v_loaded: Ref
     k_consumed: Ref
     v_consumed: Ref
-    k_ready: Ref | None  # both warpgroups have converted their half
-    v_ready: Ref | None
+    converted: Ref | None  # both warpgroups have converted their halves
+    multiplied: Ref | None  # both are done with their products
     q_loaded: Ref
     q_consumed: Ref
     tail_loaded: Ref

@@ -12,6 +12,7 @@ from kernels_pallas.paged_decode import (
     paged_decode_write,
     plan_decode,
 )
+from kernels_pallas.paged_decode.window import lies_in_tiles, window_rows
 
 # Rounding of the output to bfloat16 alone is 2e-3 of it; float16 has three more bits.
 TOLERANCE = {np.dtype(ml_dtypes.bfloat16): 6e-3, np.dtype(np.float16): 1e-3}
@@ -36,13 +37,17 @@ def assert_solves(case: Case, out: jax.Array, lse: jax.Array) -> None:
 
 
 WHOLE = DecodeConfig(min_piece=2**20)
-CUT = DecodeConfig(min_piece=64, target_items=8)
+CUT = DecodeConfig(min_piece=64, wave=24)
+
+MANY_PIECES = DecodeConfig(min_piece=64, wave=40)
+MANY_PIECES_OF_TWO = DecodeConfig(min_piece=64, wave=120)
 
 CASES = {
     # lengths around a block (16) and around a step (64), padding rows between them
     "lengths": (dict(context_lens=[0, 1, 15, 16, 17, 63, 64, 65, 0]), WHOLE),
     "cut": (dict(context_lens=[0, 1, 300, 130]), CUT),
     "one row cut": (dict(context_lens=[200], block_size=64, heads=8), CUT),
+    "merged in two levels": (dict(context_lens=[900, 1100], block_size=64, heads=2, kv_heads=1), MANY_PIECES),
     "shared pages": (dict(context_lens=[70, 70, 40], shared_blocks=2), WHOLE),
     "group of 5": (dict(context_lens=[33, 80], heads=10), WHOLE),
     "group of 3, head_dim 64": (dict(context_lens=[33, 80, 7], heads=9, kv_heads=3, head_dim=64), CUT),
@@ -50,7 +55,7 @@ CASES = {
     "no group, block 128": (dict(context_lens=[129, 5], heads=2, block_size=128), WHOLE),
     "block 256, steps of 128": (
         dict(context_lens=[300, 257], block_size=256, kv_heads=1),
-        DecodeConfig(step=128, min_piece=128, target_items=2),
+        DecodeConfig(step=128, min_piece=128, wave=8),
     ),
     "three stages": (dict(context_lens=[290, 1]), DecodeConfig(stages=3, min_piece=2**20)),
     "float16": (dict(context_lens=[40, 17], dtype=np.float16, block_size=32), WHOLE),
@@ -96,6 +101,15 @@ def test_several_tokens_equal_float64(name, execute):
     assert_solves(case, out.reshape(case.q.shape), lse.reshape(case.q.shape[:2]))
 
 
+def test_a_group_is_read_in_tiles_only_where_it_never_crosses_into_one_more():
+    for group in range(1, 17):
+        starts = range(0, 64 * group, group)
+        tiles = {(start + group - 1) // 8 - start // 8 + 1 for start in starts}
+        assert window_rows(group) == 8 * min(tiles)
+        assert lies_in_tiles(group) == (len(tiles) == 1)
+    assert window_rows(5, tokens=3) == 16 and not lies_in_tiles(8, tokens=2)
+
+
 def test_reference_of_several_tokens_equals_float64():
     case, args, _ = several("lengths, shared pages")
     out, lse = paged_decode_reference(*args, scale=case.scale)
@@ -124,6 +138,7 @@ WRITES = {
     "lengths": (dict(context_lens=[0, 1, 16, 17, 64, 65, 190]), WHOLE),
     "cut, block 64": (dict(context_lens=[300, 1, 129, 0], block_size=64), CUT),
     "float8": (dict(context_lens=[70, 64, 150], kv_dtype=ml_dtypes.float8_e4m3fn, heads=2), CUT),
+    "group of 3": (dict(context_lens=[70, 0, 130], heads=6), CUT),
 }
 
 
@@ -201,38 +216,82 @@ def test_error_is_no_larger_than_cudnn(heads):
     assert relative_error(ours, want) <= 1.02 * relative_error(theirs, want)
 
 
-def test_a_plan_covers_every_context_once():
+SEVERAL_WAVES = DecodeConfig(wave=80, waves=4, one_wave=64, min_piece=64)
+
+
+@pytest.mark.parametrize("config", [CUT, WHOLE, SEVERAL_WAVES])
+@pytest.mark.parametrize("rows", [1, 5, 19, 40])
+def test_a_plan_covers_every_context_once(rows, config):
+    rng = np.random.default_rng(rows)
+    lengths = (np.exp(rng.uniform(0, np.log(9000), rows)).astype(np.int32)) * (rng.random(rows) > 0.2)
+    plan = plan_decode(jnp.asarray(lengths, jnp.int32), kv_heads=4, max_context=9000, config=config)
+    covered = [np.zeros(length, int) for length in lengths]
+    records = np.asarray(plan.items).T
+    sizes = []
+    for item, (row, token, first, items, piece, context) in enumerate(records):
+        if items == 0:
+            continue
+        begin = (item - first) * piece
+        assert token == row and begin % config.step == 0 and context == lengths[row]
+        covered[row][begin : begin + piece] += 1
+        assert (records[first : first + items, 0] == row).all()
+        sizes.append(min(piece, context))
+    assert all((times == 1).all() for times in covered)
+    assert set(records[records[:, 3] > 0, 0]) == set(range(rows))
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def items_of(lengths: list[int], max_context: int, **config: int) -> np.ndarray:
+    """Pieces of each row, with 8 KV heads."""
+    plan = plan_decode(
+        jnp.array(lengths, jnp.int32), kv_heads=8, max_context=max_context, config=DecodeConfig(**config)
+    )
+    rows, pieces = np.asarray(plan.items)[[0, 3]]
+    used = pieces[pieces > 0]
+    assert (np.bincount(rows[pieces > 0], minlength=len(lengths))[rows[pieces > 0]] == used).all()  # none is left out
+    return np.bincount(rows[pieces > 0], minlength=len(lengths))
+
+
+def test_pieces_of_one_wave_fit_into_it():
     rng = np.random.default_rng(0)
-    for rows in (1, 40):
-        for config in (CUT, WHOLE):
-            lengths = (np.exp(rng.uniform(0, np.log(9000), rows)).astype(np.int32)) * (rng.random(rows) > 0.2)
-            plan = plan_decode(jnp.asarray(lengths, jnp.int32), kv_heads=4, max_context=9000, config=config)
-            covered = [np.zeros(length, int) for length in lengths]
-            records = np.asarray(plan.items).T
-            pieces = np.asarray(plan.pending).reshape(rows, 4)
-            assert len(records) <= rows + -(-config.target_items // 4)
-            sizes = []
-            for item, (row, token, first, items, piece, context) in enumerate(records):
-                if items == 0:
-                    continue
-                begin = (item - first) * piece
-                assert token == row and begin % config.step == 0 and context == lengths[row]
-                covered[row][begin : begin + piece] += 1
-                assert (pieces[row] == items).all()
-                assert (records[first : first + items, 0] == row).all()
-                sizes.append(min(piece, context))
-            assert all((times == 1).all() for times in covered)
-            assert set(records[records[:, 3] > 0, 0]) == set(range(rows))
-            assert sizes == sorted(sizes, reverse=True)
+    for rows in (1, 2, 3, 7, 8, 10, 25, 36):
+        assert items_of([4096] * rows, 131072).sum() <= 396 // 8
+        assert items_of([131072] * rows, 131072, waves=4, one_wave=2048).sum() <= 4 * 396 // 8
+        assert items_of(list(rng.integers(1, 4096, rows)), 131072).sum() <= 396 // 8
+    assert (items_of([131072], 131072, one_wave=4096) == 49).all()
+    assert (items_of([32768] * 8, 131072, one_wave=4096) == 12).all()  # of 98 items
+    assert (items_of([4096] * 8, 131072, one_wave=4096) == 6).all()  # of 49
+
+
+def test_counters_add_up_to_the_pieces():
+    lengths = [900, 1100, 60, 0, 64 * 14]  # 15, 18, 1, 0 and 14 pieces, of which the first two are merged in two levels
+    plan = plan_decode(jnp.array(lengths, jnp.int32), kv_heads=2, max_context=1100, config=MANY_PIECES_OF_TWO)
+    counters = np.asarray(plan.pending).reshape(-1, 2)
+    assert (counters[:, 0] == counters[:, 1]).all()
+    items = plan.items.shape[1]
+    rows, first, pieces = np.asarray(plan.items)[[0, 2, 3]]
+    merges = {}
+    for row, begin, count in {(r, f, n) for r, f, n in zip(rows, first, pieces, strict=True) if n}:
+        at_once = 14 if count <= 14 else 7
+        assert counters[begin : begin + count : at_once, 0].sum() == count
+        assert (counters[begin : begin + count, 0] <= at_once).all()
+        merges[row] = len(range(0, count, at_once))
+    assert merges == {0: 3, 1: 3, 2: 1, 3: 1, 4: 1}
+    assert counters[items:, 0].tolist() == [merges[row] for row in range(len(lengths))]
+
+
+def test_what_contexts_cannot_need_has_no_thread_blocks():
+    short = plan_decode(jnp.ones((8,), jnp.int32), kv_heads=8, max_context=16384, config=DecodeConfig())
+    long = plan_decode(jnp.ones((8,), jnp.int32), kv_heads=8, max_context=32768, config=DecodeConfig())
+    assert (short.items.shape[1], long.items.shape[1]) == (49, 98)
 
 
 def test_a_long_row_is_divided_and_equal_rows_stay_whole():
-    config = DecodeConfig(target_items=1584, min_piece=1024)
-    uneven = plan_decode(jnp.array([100] * 63 + [32768], jnp.int32), kv_heads=8, max_context=32768, config=config)
-    pieces = np.asarray(uneven.pending).reshape(64, 8)
-    assert pieces[63, 0] > 16 and pieces[0, 0] == 1
-    equal = plan_decode(jnp.full((256,), 768, jnp.int32), kv_heads=8, max_context=4096, config=config)
-    assert (np.asarray(equal.pending) == 1).all()
+    uneven = items_of([100] * 63 + [32768], 32768, waves=4, one_wave=0, min_piece=1024)
+    assert uneven[63] > 16 and (uneven[:63] == 1).all()
+    assert (items_of([768] * 256, 4096, waves=4, one_wave=0, min_piece=1024) == 1).all()
+    longest = items_of([131072] + [500] * 511, 131072, waves=4, one_wave=0, min_piece=4096)
+    assert longest[0] == 32 and (longest[1:] == 1).all()
 
 
 def test_refuses_what_it_cannot_run():

@@ -88,7 +88,7 @@ def test_tuning_parameters_change_no_result(alternate, registers, execute):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_float8_cache_equals_float64(head_dim, execute):
     case = make_case(
-        [150, 70, 1], q_lens=[20, 70, 1], heads=2, kv_heads=1, head_dim=head_dim, kv_dtype=ml_dtypes.float8_e4m3fn
+        [300, 70, 1], q_lens=[20, 70, 1], heads=2, kv_heads=1, head_dim=head_dim, kv_dtype=ml_dtypes.float8_e4m3fn
     )
     plan = plan_of(case, single_tokens_apart=True, decode_config=DecodeConfig(min_piece=2048))
     scales = dict(scale=2 * case.scale, k_scale=jnp.float32(0.5), v_scale=3.0)
@@ -97,9 +97,10 @@ def test_float8_cache_equals_float64(head_dim, execute):
     assert_solves(case, ragged_prefill_reference(*arguments(case), **scales) / 3)
 
 
-def test_rows_of_one_token_may_be_apart(execute):
-    case = make_case(**CASES["mixed"])
-    for config in (DecodeConfig(min_piece=64, target_items=2), DecodeConfig(min_piece=2048)):
+@pytest.mark.parametrize("heads", [2, 3])
+def test_rows_of_one_token_may_be_apart(heads, execute):
+    case = make_case(**CASES["mixed"] | {"heads": heads})
+    for config in (DecodeConfig(min_piece=64, wave=8), DecodeConfig(min_piece=2048)):
         plan = plan_of(case, single_tokens_apart=True, decode_config=config)
         out = execute(ragged_prefill, *arguments(case), scale=case.scale, plan=plan, config=few_blocks(case))
         assert_solves(case, out)
