@@ -211,7 +211,7 @@ def _check_decode(interpret: plgpu.InterpretGPUParams | None) -> float:
 
 
 def _check_decode_write(interpret: plgpu.InterpretGPUParams | None) -> float:
-    """The newest tokens are NaN in the cache until they are written."""
+    """The newest tokens are NaN in the cache until they are written; into a float8 cache from 16 bits."""
     lengths = [1, 150, 16]
     written, tables = _cache(lengths, 16)
     rows, last = np.arange(len(lengths)), np.array(lengths) - 1
@@ -220,12 +220,15 @@ def _check_decode_write(interpret: plgpu.InterpretGPUParams | None) -> float:
     q = jax.random.normal(jax.random.key(0), (3, 4, 128), jnp.bfloat16)
     where = (1, tables, jnp.array(lengths, jnp.int32))
     config = DecodeConfig(min_piece=64, wave=24)
-    before = written.at[1, :, blocks, :, slots].set(jnp.nan)
     kernel = functools.partial(paged_decode_write, scale=0.1, config=config, interpret=interpret)
-    got, _, kv = jax.jit(kernel)(q, k, v, before, *where)
-    want, _ = paged_decode_reference(q, written, *where, scale=0.1)
-    as_numbers = (jnp.nan_to_num(cache) for cache in (kv, written))
-    return max(_relative_error(got, want), _relative_error(*as_numbers))
+    errors = []
+    for complete in (written, written.astype(jnp.float8_e4m3fn)):
+        before = complete.at[1, :, blocks, :, slots].set(jnp.nan)
+        got, _, kv = jax.jit(kernel)(q, k, v, before, *where)
+        want, _ = paged_decode_reference(q, complete, *where, scale=0.1)
+        as_numbers = (jnp.nan_to_num(cache.astype(jnp.float32)) for cache in (kv, complete))
+        errors += [_relative_error(got, want), _relative_error(*as_numbers)]
+    return float(np.max(errors))
 
 
 def _check_prefill(interpret: plgpu.InterpretGPUParams | None) -> float:

@@ -206,13 +206,13 @@ def _mosaic_gpu(
     scales: KVScales | None,
     interpret: Any = None,
 ) -> tuple[Array, KVArray]:
-    if scales is not None:  # both in one kernel, and with what made them where that is XLA
-        k, v = jax.vmap(partial(quantize, dtype=kv.dtype))(jnp.stack([k, v]), scales)
     if isinstance(plan, DecodePlan) and k.shape[0] == q.shape[0]:  # one token a row, its last
         options = _options(q, scales, interpret)
         where = (kv, layer, batch.block_tables, batch.context_lens)
         out, _, kv = paged_decode_write(q, k, v, *where, plan=plan, **options)
         return out, kv
+    if scales is not None:  # both in one kernel, and with what made them where that is XLA
+        k, v = jax.vmap(partial(quantize, dtype=kv.dtype))(jnp.stack([k, v]), scales)
     kv = kv_write(kv, layer, k, v, batch.slots, interpret=interpret)
     return attend_pages(plan, batch, layer, q, kv, scales, interpret=interpret), kv
 

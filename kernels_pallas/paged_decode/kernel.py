@@ -13,6 +13,7 @@ from jax import lax
 from kernels_pallas.hopper import MATRIX_TILES, KVLayout, row_tiles
 from kernels_pallas.paged_decode.config import DecodeConfig
 from kernels_pallas.paged_decode.merge import Piece, merge_with_others
+from kernels_pallas.paged_decode.newest import Unquantized, load_unquantized, quantize
 from kernels_pallas.paged_decode.plan import FIELDS
 from kernels_pallas.paged_decode.queries import PARTS, join_parts, split_queries
 from kernels_pallas.paged_decode.several_tokens import as_last_token_sees, finite_maximum, load_groups, tile_queries
@@ -26,8 +27,8 @@ class DecodeShape:
 
     `kv_dtype` is the cache's; `dtype` that of V and its weights when they are multiplied: the same, or float16 for a
     quantized cache, which holds every float8 exactly. `cut` is the plan's. `tokens` are those with queries in each row,
-    its last ones. `writes` says that the newest token of each row is not in its page yet, `in_order` that thread blocks
-    run one after another, as they do in the interpreter.
+    its last ones. `writes` says that the newest token of each row is not in its page yet, `quantizes` that its K and V
+    are not in float8 yet, `in_order` that thread blocks run one after another, as they do in the interpreter.
     """
 
     kv: KVLayout
@@ -42,6 +43,7 @@ class DecodeShape:
     out_dtype: Any
     cut: bool
     writes: bool
+    quantizes: bool
     in_order: bool
 
     @property
@@ -79,11 +81,8 @@ class DecodeShape:
             barrier,
             plgpu.Barrier(num_arrivals=self.tokens),
             *(quantized if self.quantized else (None, None)),
-            *(
-                (plgpu.SMEM((2, head_dim), self.kv_dtype), plgpu.Barrier(num_arrivals=2))
-                if self.writes
-                else (None, None)
-            ),
+            plgpu.SMEM((2, head_dim), self.kv_dtype) if self.writes else None,
+            plgpu.Barrier(num_arrivals=2) if self.writes and not self.quantizes else None,
         ]
 
 
@@ -101,7 +100,7 @@ class _Scratch(NamedTuple):
     converted: Ref  # of a quantized cache: V [step, head_dim]
     q_parts: Ref  # and queries [PARTS * window, head_dim]
     newest: Ref  # K and V of the row's newest token, if it is to be written
-    newest_loaded: Ref
+    newest_loaded: Ref  # if they are in the cache's dtype
 
 
 def decode_kernel(
@@ -180,9 +179,12 @@ def decode_kernel(
         for part, ref in enumerate(refs):
             plgpu.copy_gmem_to_smem(ref.at[token, head], scratch.newest.at[part], scratch.newest_loaded)
 
-    def write_newest() -> None:
+    def write_newest(unquantized: list[Unquantized]) -> None:
         page, offset = pages_of(steps - 1)[-1], lax.rem(end - 1, layout.block_size)
-        plgpu.barrier_wait(scratch.newest_loaded)
+        if unquantized:
+            quantize(unquantized, scratch.newest)
+        else:
+            plgpu.barrier_wait(scratch.newest_loaded)
         for part, skip in enumerate((0, layout.value_offset)):
             plgpu.copy_smem_to_gmem(scratch.newest.at[part], kv_ref.at[page + skip, offset])
 
@@ -199,6 +201,9 @@ def decode_kernel(
 
     @pl.when(is_used)
     def _() -> None:
+        unquantized: list[Unquantized] = []
+        if newest_refs is not None and shape.quantizes:  # before the table is waited for, so that all arrive together
+            unquantized = load_unquantized(newest_refs, scales_ref, token, head)
         # All read at once: a block waits for its table before its first copy, not before each of them.
         first_pages = [pages_of(jnp.int32(index)) for index in range(stages)]
         queries = scratch.out if shape.quantized else scratch.q
@@ -207,12 +212,12 @@ def decode_kernel(
             load_groups(groups_of(q_ref), scratch.out, scratch.q_loaded)
         else:
             plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(start, window)], queries, scratch.q_loaded)
-        if newest_refs is not None:
+        if newest_refs is not None and not shape.quantizes:
             pl.when(has_newest)(functools.partial(load_newest, newest_refs))
         for index, pages in enumerate(first_pages):
             pl.when(index < before_newest)(functools.partial(load_both, jnp.int32(index), pages))
         if newest_refs is not None:
-            pl.when(has_newest)(write_newest)
+            pl.when(has_newest)(functools.partial(write_newest, unquantized))
         plgpu.barrier_wait(scratch.q_loaded)
         if shape.gathers and not shape.quantized:
             tile_queries(scratch.out, scratch.q)

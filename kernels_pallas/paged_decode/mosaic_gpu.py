@@ -113,14 +113,15 @@ def paged_decode_write(
 
     Args:
         q: as in `paged_decode`.
-        k: the newest tokens' keys, in the cache's dtype.
-        v: their values.
+        k: the newest tokens' keys, in the cache's dtype; or over a float8 cache in q's, to be divided by `k_scale`,
+            clipped to what float8 holds, and rounded to it.
+        v: their values, likewise.
         kv: as in `paged_decode`, as are all that follow.
         layer: index of the layer.
         block_tables: pages of each row.
         context_lens: tokens of context, the newest included.
         scale: factor of the scores.
-        k_scale: factor of a float8 cache's K, by which `k` has been divided.
+        k_scale: factor of a float8 cache's K, by which a `k` in float8 has been divided.
         v_scale: factor of its V.
         plan: division of the work.
         config: tuning parameters where no plan is given.
@@ -136,11 +137,13 @@ def paged_decode_write(
     layout = KVLayout.of(kv)
     expected = (q.shape[0], layout.kv_heads, layout.head_dim)
     for name, value in (("k", k), ("v", v)):
-        if value.shape != expected or value.dtype != kv.dtype:
+        if value.shape != expected or value.dtype not in (kv.dtype, q.dtype) or value.dtype != k.dtype:
+            dtypes = " or ".join(dict.fromkeys((str(kv.dtype), str(q.dtype))))
             raise ValueError(
-                f"{name} is {value.dtype}{list(value.shape)}; expected {kv.dtype}{list(expected)} to match kv. Cast it."
+                f"{name} is {value.dtype}{list(value.shape)}; expected {list(expected)} to match kv, k and v both in "
+                f"{dtypes}. Cast it."
             )
-    if q.shape[0] == 1 and layout.head_dim * kv.dtype.itemsize % OPERAND_ALIGNMENT:
+    if q.shape[0] == 1 and layout.head_dim * k.dtype.itemsize % OPERAND_ALIGNMENT:
         # A slice of one token is contiguous and may start in the middle of another array. Padded, it is an array.
         k, v = (jnp.pad(values, ((0, 1), (0, 0), (0, 0))) for values in (k, v))
     scales = jnp.stack([jnp.asarray(k_scale, jnp.float32), jnp.asarray(v_scale, jnp.float32)])
@@ -230,7 +233,7 @@ def decode_rows(
         into: outputs of other tokens, completed in place; without it every token must be a row's.
         interpret: as there.
         written: the pages of `kv`, if the newest token of each row is to be written first.
-        newest: K and V of these tokens, `[tokens, kv_heads, head_dim]`.
+        newest: K and V of these tokens, `[tokens, kv_heads, head_dim]`, in the cache's dtype or to be quantized.
         row_tokens: query tokens of each row, if it is several: those of row r begin at `row_tokens * r`.
 
     Returns:
@@ -259,6 +262,7 @@ def decode_rows(
         out_dtype=q.dtype,
         cut=plan.cut,
         writes=newest is not None,
+        quantizes=newest is not None and newest[0].dtype != kv.dtype,
         in_order=interpret is not None,
     )
     blocks, groups = plan.items.shape[1] * layout.kv_heads, block_tables.shape[0] * layout.kv_heads

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from kernels_pallas.kv_write import kv_write
-from kernels_pallas.paged_decode import DecodeConfig, paged_decode
+from kernels_pallas.paged_decode import DecodeConfig, paged_decode, paged_decode_write
 from kernels_pallas.ragged_prefill import ragged_prefill
 
 SHAPES = [  # head_dim, group, block_size, dtype, tokens of prefill
@@ -126,6 +126,22 @@ def test_attention_over_a_float8_cache_lowers(head_dim):
         q, kv, *integers, ((9,), jnp.int32),
     )  # fmt: skip
     assert text.count("@mosaic_gpu_v2") == 2
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("new_dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
+def test_the_newest_token_is_written_into_a_float8_cache_by_one_kernel(new_dtype, rows):
+    new = ((rows, 2, 128), new_dtype)
+    text = lower(
+        lambda q, k, v, kv, tables, lens, scales: paged_decode_write(
+            q, k, v, kv, 0, tables, lens, scale=1.0, k_scale=scales[0], v_scale=scales[1]
+        ),
+        ((rows, 8, 128), jnp.bfloat16), new, new, ((1, 2, 50, 2, 64, 128), jnp.float8_e4m3fn),
+        ((rows, 32), jnp.int32), ((rows,), jnp.int32), ((2,), jnp.float32),
+    )  # fmt: skip
+    assert text.count("@mosaic_gpu_v2") == 1
+    # A slice of one token is copied where heads are of 128 bytes, not of 256.
+    assert text.count("call @_pad") == (2 if rows == 1 and new_dtype == jnp.float8_e4m3fn else 0)
 
 
 def test_layers_share_one_lowering():

@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -160,6 +162,61 @@ def test_writes_the_newest_token_first(name, execute):
     )  # fmt: skip
     assert_solves(case, out, lse)
     assert np.array_equal(np.asarray(kv).view(np.uint8), case.kv.view(np.uint8))
+
+
+QUANTIZED_WRITES = {
+    "lengths": (dict(context_lens=[0, 1, 16, 17, 64, 65, 128]), WHOLE),
+    "cut, block 64": (dict(context_lens=[300, 1, 129, 0], block_size=64, heads=2), CUT),
+    "float16, one row of narrow heads": (
+        dict(context_lens=[65], head_dim=64, heads=3, kv_heads=1, dtype=np.float16),
+        WHOLE,
+    ),
+    "head_dim 256": (dict(context_lens=[70, 64], heads=2, kv_heads=1, head_dim=256, block_size=32), WHOLE),
+}
+
+
+@pytest.mark.parametrize("name", QUANTIZED_WRITES)
+def test_quantizes_the_newest_token(name, execute):
+    """Written is values / scale in float32, rounded once by ml_dtypes; K and V of rows of padding are NaN."""
+    sizes, config = QUANTIZED_WRITES[name]
+    case = make_case(**sizes, kv_dtype=ml_dtypes.float8_e4m3fn)
+    case = dataclasses.replace(case, scale=case.scale / 256)  # else K of 448 would make weights of zeros and a one
+    scales = np.array([0.25, 0.007], np.float32)  # K's a power of two, so that ties are exact
+    factors = scales[:, None, None, None]
+    rows, (kv_heads, head_dim) = len(case.context_lens), case.kv.shape[3::2]
+    rng = np.random.default_rng(1)
+    new = 2 * rng.standard_normal((2, rows, kv_heads, head_dim))
+    # Beyond 448; the smallest float8, 2^-9, and ties beside it; ties of larger ones; what becomes zero; negative zero.
+    new[..., :8] = 449, -500, 464, 1e4, -np.inf, 2**-9, -(2**-9), 3 * 2**-10
+    new[..., 8:16] = 2**-10, -(2**-10), 5 * 2**-10, 1.0625, -1.1875, 1e-6, 0.0, -0.0
+    new = (new * factors).astype(case.q.dtype)
+    stored = np.clip(new.astype(np.float32) / factors, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+    before = case.kv.copy()
+    for row, length in enumerate(case.context_lens):
+        if length:
+            block, slot = case.block_tables[row, (length - 1) // case.kv.shape[4]], (length - 1) % case.kv.shape[4]
+            case.kv[case.layer, :, block, :, slot] = stored[:, row]
+            before[case.layer, :, block, :, slot] = np.nan
+        else:
+            new[:, row] = np.nan
+    out, lse, kv = execute(
+        paged_decode_write, jnp.asarray(case.q), *jnp.asarray(new), jnp.asarray(before), *arguments(case)[2:],
+        scale=case.scale / float(scales[0]), config=config, k_scale=jnp.float32(scales[0]), v_scale=float(scales[1]),
+    )  # fmt: skip
+    assert np.array_equal(np.asarray(kv).view(np.uint8), case.kv.view(np.uint8))
+    assert_solves(case, out.astype(jnp.float32) / scales[1], lse)
+
+
+def test_refuses_new_tokens_of_other_dtypes():
+    case = make_case([20], kv_dtype=ml_dtypes.float8_e4m3fn)
+    q, *where = arguments(case)
+    k = jnp.zeros((1, 2, 128), jnp.bfloat16)
+    with pytest.raises(ValueError, match=r"k is float16.*both in float8_e4m3fn or bfloat16"):
+        paged_decode_write(q, k.astype(jnp.float16), k.astype(jnp.float16), *where, scale=1.0)
+    with pytest.raises(ValueError, match=r"v is float8_e4m3fn.*both in float8_e4m3fn or bfloat16"):
+        paged_decode_write(q, k, k.astype(jnp.float8_e4m3fn), *where, scale=1.0)
+    with pytest.raises(ValueError, match=r"k is float8_e4m3fn.*both in bfloat16"):
+        paged_decode_write(q, *[k.astype(jnp.float8_e4m3fn)] * 2, where[0].astype(q.dtype), *where[1:], scale=1.0)
 
 
 @pytest.mark.parametrize("name", ["lengths", "group of 3, head_dim 64", "float16"])
