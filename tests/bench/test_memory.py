@@ -92,7 +92,7 @@ def test_every_claim_is_judged() -> None:
         ("files", {"shards": {"fitting": 61}}, "one safetensors"),
         ("late", {"notes": []}, "JAX's pool"),
         ("why", {"trials": [{"name": "", "reserve": 1, "blocks": 1, "survives": True}] * 5}, "mistakes 2 to 4"),
-        ("budget .99", {"measuring_cost": 13.0}, "measuring takes less"),
+        ("budget .99", {"measure_seconds": 13.0}, "measuring takes less"),
     ],
 )  # fmt: skip
 def test_what_breaks_a_claim_breaks_that_claim_alone(part: str, change: dict[str, Any], claim: str) -> None:
