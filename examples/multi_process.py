@@ -4,6 +4,7 @@ On a cluster, your launcher starts one process per host instead, and each does w
 or Kubernetes `distributed.start()` needs no arguments.
 """
 
+import socket
 import subprocess
 import sys
 
@@ -14,17 +15,17 @@ from jaxllm.checkpoint import resolve
 from jaxllm.models.params import tensor_parallel_sizes
 from jaxllm.parallel import distributed
 
-COORDINATOR = "localhost:12355"
 
-
-def work(model: str, count: int, index: int) -> None:
+def work(model: str, count: int, index: int, coordinator: str) -> None:
     """One of `count` processes with one device each. All make the same calls; the prompts of process 0 count.
+
+    They meet at `coordinator`, an address of process 0.
 
     The model is divided among as many devices as it can be; where that is not all of them, there are replicas of it.
     """
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 1)
-    distributed.start(COORDINATOR, count, index)
+    distributed.start(coordinator, count, index)
     size = max(n for n in tensor_parallel_sizes(resolve(model).config) if count % n == 0)
     mesh = jax.make_mesh((count // size, size), ("replica", "tensor"))
     llm = LLM(
@@ -45,7 +46,10 @@ def work(model: str, count: int, index: int) -> None:
 
 def main(model: str, count: int) -> int:
     """Start the processes; the largest exit code."""
-    children = [subprocess.Popen([sys.executable, __file__, model, str(count), str(index)]) for index in range(count)]
+    with socket.create_server(("localhost", 0)) as server:
+        coordinator = f"localhost:{server.getsockname()[1]}"  # free now, and most probably a moment later
+    arguments = [[sys.executable, __file__, model, str(count), str(index), coordinator] for index in range(count)]
+    children = [subprocess.Popen(each) for each in arguments]
     return max(abs(child.wait()) for child in children)
 
 
@@ -53,6 +57,6 @@ if __name__ == "__main__":
     name = sys.argv[1] if len(sys.argv) > 1 else "smollm2"
     number = int(sys.argv[2]) if len(sys.argv) > 2 else 2
     if len(sys.argv) > 3:
-        work(name, number, int(sys.argv[3]))
+        work(name, number, int(sys.argv[3]), sys.argv[4])
     else:
         sys.exit(main(name, number))
