@@ -65,11 +65,19 @@ def parser(command: str, description: str, epilog: str = "") -> argparse.Argumen
     return made
 
 
-def add_engine_options(to: argparse.ArgumentParser) -> None:
-    """Engine options, unset unless given, so that `EngineConfig` has the only defaults."""
+def add_engine_options(to: argparse.ArgumentParser, **defaults: str) -> None:
+    """Engine options, unset unless given, so that `EngineConfig` has the only defaults.
+
+    The help tells these, or what `defaults` says of a command's own.
+    """
+    from jaxllm.config import EngineConfig  # twice as much to import as all else here
+
+    of_config = {field.name: field.default for field in fields(EngineConfig)} | defaults
     group = to.add_argument_group("engine")
     for name, (kind, text) in ENGINE_HELP.items():
-        group.add_argument(_flag(name), type=kind, default=None, help=text, metavar=kind.__name__.upper())
+        told = of_config[name] is None or "default" in text
+        help_text = text if told else f"{text} (default {of_config[name]})"
+        group.add_argument(_flag(name), type=kind, default=None, help=help_text, metavar=kind.__name__.upper())
     group.add_argument("--no-prefix-caching", action="store_true", help="do not share KV of equal beginnings")
     group.add_argument("--enforce-eager", action="store_true", help="compile each program when it is first needed")
 

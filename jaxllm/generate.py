@@ -64,7 +64,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="write one line of JSON for each step: tokens, KV use, preemptions",
     )
     cli.add_sampling_options(parser, temperature=0.0, max_tokens=256)
-    cli.add_engine_options(parser)
+    cli.add_engine_options(parser, max_num_seqs="one for each prompt, 512 at most")
     return parser
 
 

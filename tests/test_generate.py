@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from jaxllm import LLM
+from jaxllm.config import EngineConfig
 from jaxllm.generate import main
 from jaxllm.outputs import StreamDelta
 
@@ -161,6 +162,16 @@ def test_wrong_usage_exits_with_2(
     assert exit_.value.code == 2
     error = capsys.readouterr().err
     assert message in error and "Traceback" not in error
+
+
+def test_help_tells_the_engines_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    config = EngineConfig()
+    assert f"per KV-cache block, a multiple of 16 up to 256 (default {config.kvcache_block_size})" in told
+    assert f"share of the device's memory to use (default {config.gpu_memory_utilization})" in told
+    assert "requests of a replica in one step (default one for each prompt, 512 at most)" in told  # the command's own
 
 
 def test_help_and_version_do_not_import_jax() -> None:
