@@ -32,6 +32,10 @@ SETTINGS = (
 )
 """Settings of JAX that a process can change and that change what a program is traced and compiled to."""
 
+MOST_BYTES = 4 * 2**30
+"""Of all programs in a folder, those of twenty engines: every version of the code, and every size of the KV cache, has
+its own. What was used longest ago is dropped."""
+
 _watching = threading.local()
 
 
@@ -99,7 +103,10 @@ class ExecutableCache:
             return None
         path = self._path(facts)
         try:
-            return from_bytes(path.read_bytes(), self._devices)
+            program = from_bytes(path.read_bytes(), self._devices)
+            with suppress(OSError):
+                os.utime(path)  # it is in use
+            return program
         except Exception as error:  # of whatever kind a damaged or foreign file raises
             logger.warning("%s is of no use and is compiled again: %s", path, error)
             with suppress(OSError):
@@ -114,6 +121,7 @@ class ExecutableCache:
             data = program if isinstance(program, bytes) else to_bytes(program)
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             _write_whole(self._path(facts), data)
+            _drop_oldest(self._folder)
         except (OSError, ValueError, NotImplementedError) as error:
             logger.warning("a compiled program was not kept for the next start: %s", error)
 
@@ -139,6 +147,23 @@ def _write_whole(path: Path, data: bytes) -> None:
             with suppress(OSError):
                 os.unlink(file.name)
             raise
+
+
+def _drop_oldest(folder: Path) -> None:
+    """Programs beyond `MOST_BYTES`, those used last before all others."""
+    found = []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.endswith(".program"):
+                with suppress(FileNotFoundError):  # another process has dropped it just now
+                    status = entry.stat()
+                    found.append((status.st_mtime, status.st_size, entry.path))
+    left = MOST_BYTES
+    for _, size, path in sorted(found, reverse=True):
+        left -= size
+        if left < 0:
+            with suppress(FileNotFoundError):
+                os.unlink(path)
 
 
 @cache

@@ -1,6 +1,7 @@
 """Programs on disk: found again under equal facts alone, and made again where they cannot be read."""
 
 import logging
+import os
 from pathlib import Path
 
 import jax
@@ -97,6 +98,24 @@ def test_nothing_is_left_of_a_program_that_cannot_be_kept(
     ExecutableCache(tmp_path, jax.devices()[:1], "engine").store(b"program", "fact")
     assert "No space left on device" in caplog.text
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_used_longest_ago_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that is loaded counts as used; what else lies in the folder stays."""
+    monkeypatch.setattr(executables, "MOST_BYTES", 250)
+    monkeypatch.setattr(executables, "from_bytes", lambda data, devices: data)
+    other = tmp_path / "12345.complete"
+    other.write_bytes(b"x" * 1000)
+    cache = ExecutableCache(tmp_path, jax.devices()[:1])
+    for index, name in enumerate("abc"):
+        cache.store(name.encode() * 100, name)
+        os.utime(tmp_path / f"{cache.digest(name)}.program", (index, index))
+        if name == "b":
+            assert cache.load("a") == b"a" * 100
+    assert [name for name in "abc" if cache.holds(name)] == ["a", "c"]
+    cache.store(b"d" * 300, "d")  # more than all may have
+    assert [name for name in "abcd" if cache.holds(name)] == []
+    assert other.exists()
 
 
 def test_without_a_folder_nothing_is_kept() -> None:
