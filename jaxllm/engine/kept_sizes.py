@@ -51,7 +51,7 @@ class KeptSizes:
         return cls(None if told else executables_folder(), engine)
 
     def read(self) -> EarlierSizes | None:
-        """What earlier starts decided on; None where nothing is kept."""
+        """What earlier starts decided on; None where nothing is kept, or cannot be."""
         if self._folder is None:
             return None
         found: dict[str, set[int]] = {"begun": set(), "complete": set()}
@@ -62,7 +62,9 @@ class KeptSizes:
         except FileNotFoundError:  # this is the first start of all
             pass
         except OSError as error:
-            logger.warning("numbers of KV blocks of earlier starts are not known: %s", error)
+            logger.warning("numbers of KV blocks of earlier starts are not known, and none is kept: %s", error)
+            self._folder = None
+            return None
         complete = frozenset(found["complete"])
         return EarlierSizes(complete, frozenset(found["begun"]) - complete)
 
@@ -86,6 +88,7 @@ class KeptSizes:
             self._drop_oldest(self._folder, path)
         except OSError as error:
             logger.warning("the number of KV blocks was not kept for the next start: %s", error)
+            self._folder = None  # once is enough
 
     def _drop_oldest(self, folder: Path, newest: Path) -> None:
         files = sorted(_files(folder), key=lambda file: (file.path == newest, file.written), reverse=True)
