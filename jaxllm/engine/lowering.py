@@ -101,6 +101,7 @@ def _step(spec: RunnerSpec, weights: Weights, layout: KVLayout, shape: StepShape
         shape,
         attention=spec.attention,
         multiprocessors=spec.multiprocessors,
+        peers=spec.peers,
         placement=spec.placement,
         known_tokens=spec.known_tokens,
         vocab=spec.model.vocab_size,
@@ -155,7 +156,8 @@ class Recipe:
     """What `lower_step` takes, without devices, so that it can be sent to a process that has others.
 
     Attributes:
-        config, model, dtype, max_model_len, known_tokens, kv_scales, attention, multiprocessors: as `RunnerSpec`.
+        config, model, dtype, max_model_len, known_tokens, kv_scales, attention, multiprocessors, peers: as
+            `RunnerSpec`.
         mesh: size of each axis by name.
         tensor, data: as `Placement`.
         run_time: the weights' configuration.
@@ -175,6 +177,7 @@ class Recipe:
     kv_scales: LayerScales | None
     attention: Attention
     multiprocessors: int
+    peers: bool
     mesh: dict[str, int]
     tensor: tuple[str, ...]
     data: tuple[str, ...]
@@ -202,6 +205,7 @@ class Recipe:
             spec.kv_scales,
             spec.attention,
             spec.multiprocessors,
+            spec.peers,
             dict(placement.mesh.shape),
             placement.tensor,
             placement.data,
@@ -240,6 +244,7 @@ class Recipe:
             kv_scales=self.kv_scales,
             chosen_attention=self.attention,
             known_multiprocessors=self.multiprocessors,
+            known_peers=self.peers,
         )
         parameters = {
             path: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, partition))
