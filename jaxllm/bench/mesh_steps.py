@@ -14,6 +14,7 @@ from jaxllm import LLM
 from jaxllm.bench.decode_batch import blocks_each, decode_batch
 from jaxllm.engine.programs import Program
 from jaxllm.engine.runner import Runner
+from jaxllm.parallel.mesh import DATA
 
 NONE, MESH, PARAMS = "mesh=None", "caller's mesh", "from_params"
 """The engines: without a mesh, on a caller's, and on the arrays of the second one."""
@@ -82,9 +83,10 @@ def step_times(engines: Mapping[str, LLM], rows: int, context: int, repetitions:
 
 def _step_seconds(runner: Runner, program: Program, packed: np.ndarray) -> float:
     """Of one decode step: a program can run several."""
+    put = runner.spec.placement.put
     start = time.perf_counter()
     for _ in range(_CALLS):
-        buffer = runner.sender.send(program, packed)
+        buffer = put(packed, DATA)
         results, runner.kv, runner.state = program.compiled(runner.weights.leaves, runner.kv, runner.state, buffer)
     jax.block_until_ready((results, runner.kv))
     return (time.perf_counter() - start) / (_CALLS * program.shape.iterations)

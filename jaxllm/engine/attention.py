@@ -125,7 +125,18 @@ def paged_attend(
         placement: whose tensor axes the KV heads are divided among.
         interpret: run the Pallas kernels in their interpreter (tests on a CPU).
     """
-    plan, run = _planned(attention, batch, decode, heads // layout.tensor_parallel_size, layout, interpret)
+    plan: Any
+    run: Callable[..., tuple[Array, KVArray]]
+    if attention is Attention.XLA:
+        plan = (
+            query_tiles(last_tokens(batch), max_q_len=1)
+            if decode
+            else query_tiles(batch, max_q_len=batch.slots.shape[0])
+        )
+        run = _xla
+    else:
+        plan = pages_plan(batch, decode, heads // layout.tensor_parallel_size, layout)
+        run = partial(_mosaic_gpu, interpret=interpret)
 
     def attend(layer: int | Int[Array, ""], q: Array, k: Array, v: Array, kv: KVArray) -> tuple[Array, KVArray]:
         def local(
@@ -139,35 +150,6 @@ def paged_attend(
         return placement.on_each_device(local, specs, (heads_spec, kv_spec))(plan, batch, jnp.int32(layer), q, k, v, kv)
 
     return attend
-
-
-def own_attend(
-    attention: Attention,
-    batch: PagedBatch,
-    *,
-    decode: bool,
-    heads: int,
-    layout: KVLayout,
-    interpret: Any = None,
-) -> Attend[KVArray]:
-    """`paged_attend` of one device: `heads` and the cache that is given to it are its own."""
-    plan, run = _planned(attention, batch, decode, heads, layout, interpret)
-
-    def attend(layer: int | Int[Array, ""], q: Array, k: Array, v: Array, kv: KVArray) -> tuple[Array, KVArray]:
-        return run(plan, batch, layer, q, k, v, kv, layout.scales_of(layer))
-
-    return attend
-
-
-def _planned(
-    attention: Attention, batch: PagedBatch, decode: bool, heads: int, layout: KVLayout, interpret: Any
-) -> tuple[Any, Callable[..., tuple[Array, KVArray]]]:
-    """What all layers share of attention on one device, and what runs it."""
-    if attention is Attention.MOSAIC_GPU:
-        return pages_plan(batch, decode, heads, layout), partial(_mosaic_gpu, interpret=interpret)
-    if decode:
-        return query_tiles(last_tokens(batch), max_q_len=1), _xla
-    return query_tiles(batch, max_q_len=batch.slots.shape[0]), _xla
 
 
 def last_tokens(batch: PagedBatch) -> PagedBatch:

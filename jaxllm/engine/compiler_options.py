@@ -31,7 +31,7 @@ def autotuned(spec: RunnerSpec, shape: StepShape) -> bool:
     if spec.platform != "gpu" or spec.config.enforce_eager or not shape.decode:
         return False
     sizes = (spec.attention, spec.run_time, spec.layout, shape.rows, spec.dtype)
-    return not (small_batch.fits(*sizes, spec.peers) or medium_batch.fits(*sizes, spec.multiprocessors, spec.peers))
+    return not (small_batch.fits(*sizes) or medium_batch.fits(*sizes, spec.multiprocessors))
 
 
 def compiled_by_workers(spec: RunnerSpec, shape: StepShape) -> bool:

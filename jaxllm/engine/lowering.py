@@ -101,7 +101,6 @@ def _step(spec: RunnerSpec, weights: Weights, layout: KVLayout, shape: StepShape
         shape,
         attention=spec.attention,
         multiprocessors=spec.multiprocessors,
-        peers=spec.peers,
         placement=spec.placement,
         known_tokens=spec.known_tokens,
         vocab=spec.model.vocab_size,
@@ -156,8 +155,7 @@ class Recipe:
     """What `lower_step` takes, without devices, so that it can be sent to a process that has others.
 
     Attributes:
-        config, model, dtype, max_model_len, known_tokens, kv_scales, attention, multiprocessors, peers: as
-            `RunnerSpec`.
+        config, model, dtype, max_model_len, known_tokens, kv_scales, attention, multiprocessors: as `RunnerSpec`.
         mesh: size of each axis by name.
         tensor, data: as `Placement`.
         run_time: the weights' configuration.
@@ -177,7 +175,6 @@ class Recipe:
     kv_scales: LayerScales | None
     attention: Attention
     multiprocessors: int
-    peers: bool
     mesh: dict[str, int]
     tensor: tuple[str, ...]
     data: tuple[str, ...]
@@ -205,7 +202,6 @@ class Recipe:
             spec.kv_scales,
             spec.attention,
             spec.multiprocessors,
-            spec.peers,
             dict(placement.mesh.shape),
             placement.tensor,
             placement.data,
@@ -244,7 +240,6 @@ class Recipe:
             kv_scales=self.kv_scales,
             chosen_attention=self.attention,
             known_multiprocessors=self.multiprocessors,
-            known_peers=self.peers,
         )
         parameters = {
             path: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, partition))

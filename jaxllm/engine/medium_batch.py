@@ -14,12 +14,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxllm.cache.kv_array import KVLayout
-from jaxllm.engine.attention import Attention, KVArray, own_attend
-from jaxllm.engine.parts import MOST_ROWS, AddUp, on_each_part
+from jaxllm.engine.attention import Attention, KVArray
 from jaxllm.layers.paged_attention import PagedBatch
 from jaxllm.models.config import ModelConfig
-from jaxllm.models.decoder import Decoder, DecoderLayer, Rotation
-from jaxllm.parallel.placement import Placement
+from jaxllm.models.decoder import Attend, Decoder, DecoderLayer
 from kernels_pallas.interlayer import (
     WeightsBefore,
     WeightsBehind,
@@ -42,29 +40,17 @@ LAYER_BYTES = 64 * 2**20
 
 
 def fits(
-    attention: Attention,
-    model: ModelConfig,
-    layout: KVLayout,
-    rows: int,
-    dtype: jnp.dtype,
-    multiprocessors: int,
-    peers: bool = False,
+    attention: Attention, model: ModelConfig, layout: KVLayout, rows: int, dtype: jnp.dtype, multiprocessors: int
 ) -> bool:
-    """Whether decode steps of so many rows run the kernel: on devices of known size, shapes that it knows.
-
-    Devices that a layer is divided among have to be `peers`, which add up inside kernels.
-    """
-    if attention is not Attention.MOSAIC_GPU or (layout.tensor_parallel_size > 1 and not peers):
+    """Whether decode steps of so many rows run the kernel: one device of known size, shapes that it knows."""
+    if attention is not Attention.MOSAIC_GPU or layout.tensor_parallel_size > 1:
         return False
-    if rows not in _rows(model, layout, dtype) or multiprocessors < 1:
+    if rows not in _rows(model, dtype) or multiprocessors < 1:
         return False
     return _refusal(model, layout, dtype) is None
 
 
-def _rows(model: ModelConfig, layout: KVLayout, dtype: jnp.dtype) -> tuple[int, ...]:
-    devices = layout.tensor_parallel_size
-    if devices > 1:
-        return tuple(rows for rows in ROWS if rows * devices <= MOST_ROWS)
+def _rows(model: ModelConfig, dtype: jnp.dtype) -> tuple[int, ...]:
     heads = 2 * (model.num_attention_heads + model.num_key_value_heads) * model.head_dim
     parameters = model.hidden_size * (heads + 3 * model.intermediate_size)
     return ROWS if parameters * dtype.itemsize <= LAYER_BYTES else ROWS_OF_LARGE_LAYERS
@@ -72,19 +58,18 @@ def _rows(model: ModelConfig, layout: KVLayout, dtype: jnp.dtype) -> tuple[int, 
 
 @functools.cache
 def _refusal(model: ModelConfig, layout: KVLayout, dtype: jnp.dtype) -> str | None:
-    devices = layout.tensor_parallel_size
     reason = refusal(
         hidden=model.hidden_size,
-        mlp=model.intermediate_size // devices,
-        heads=model.num_attention_heads // devices,
-        kv_heads=layout.num_kv_heads // devices,
+        mlp=model.intermediate_size,
+        heads=model.num_attention_heads,
+        kv_heads=model.num_key_value_heads,
         head_dim=layout.head_dim,
         dtype=dtype,
     )
     if model.attention_bias or model.attention_output_bias or model.mlp_bias:
         reason = "the model has biases"
     if reason is None:
-        rows = ", ".join(map(str, _rows(model, layout, dtype)))
+        rows = ", ".join(map(str, _rows(model, dtype)))
         logger.info("decode steps of %s rows: one Pallas kernel between attentions", rows)
     else:
         logger.info("decode steps of many rows: XLA; the kernel between attentions does not run here: %s", reason)
@@ -96,12 +81,9 @@ def paged(
     tokens: Int[Array, "rows"],
     positions: Int[Array, "rows"],
     batch: PagedBatch,
+    attend: Attend[KVArray],
     kv: KVArray,
-    layout: KVLayout,
-    attention: Attention,
-    placement: Placement,
     multiprocessors: int,
-    peers: Int[Array, "words"] | None = None,
     interpret: Any = None,
 ) -> tuple[Float[Array, "rows hidden"], KVArray]:
     """Normalised hidden states of a decode step, and the cache with its keys and values; as `Decoder.paged`.
@@ -111,39 +93,16 @@ def paged(
         tokens: one of each row.
         positions: theirs.
         batch: slots and pages.
+        attend: writes K and V and attends, one query a row.
         kv: the paged KV cache.
-        layout: of it.
-        attention: how K and V are written and attended over.
-        placement: the devices that layers are divided among.
-        multiprocessors: of each GPU.
-        peers: as `Mailboxes.take`, of several devices.
+        multiprocessors: of the GPU.
         interpret: run the kernel in its interpreter (tests on a CPU).
     """
-    x, angles = model.embed_tokens(tokens), model.angles(positions)
-
-    def run(model: Decoder, kv: KVArray, others: Any, add_up: AddUp) -> tuple[Array, KVArray]:
-        options: dict[str, Any] = {"multiprocessors": multiprocessors, "interpret": interpret}
-        return _layers(model, kv, others, layout, attention, add_up, options)
-
-    return on_each_part(run, model, kv, (x, angles, batch), placement, peers)
-
-
-def _layers(
-    model: Decoder,
-    kv: KVArray,
-    inputs: tuple[Float[Array, "rows hidden"], Rotation, PagedBatch],
-    layout: KVLayout,
-    attention: Attention,
-    add_up: AddUp,
-    options: dict[str, Any],
-) -> tuple[Float[Array, "rows hidden"], KVArray]:
-    """All layers on one device's part of the weights and of the cache, and the final norm."""
-    x, angles, batch = inputs
-    hidden, heads = model.config.hidden_size, model.config.num_attention_heads // add_up.devices
-    attend = own_attend(attention, batch, decode=True, heads=heads, layout=layout)
+    angles = model.angles(positions)
     # A zero that XLA does not know for a constant: the kernel counts in it.
     counter = jnp.zeros(1, jnp.int32) + jnp.minimum(jnp.min(batch.context_lens), 0)
-    options = options | {"eps": model.config.rms_norm_eps}
+    eps = model.config.rms_norm_eps
+    options: dict[str, Any] = {"eps": eps, "multiprocessors": multiprocessors, "interpret": interpret}
 
     # Traced and lowered once for all layers.
     @jax.jit
@@ -156,19 +115,16 @@ def _layers(
         before: WeightsBefore,
     ) -> tuple[Array, tuple[Array, Array, Array], KVArray]:
         attended, kv = attend(index, *qkv, kv)
-        turn = add_up.turn(2 * index, hidden)
-        x, qkv = interlayer(attended, x, behind, before, *angles, counter, turn=turn, **options)
+        x, qkv = interlayer(attended, x, behind, before, *angles, counter, **options)
         return x, qkv, kv
 
     layers = list(model.layers)
-    last = len(layers) - 1
+    x = model.embed_tokens(tokens)
     qkv = before_attention(x, _before(layers[0]), *angles, counter, **options)
     for index, (layer, following) in enumerate(itertools.pairwise(layers)):
         x, qkv, kv = block(jnp.int32(index), x, qkv, kv, _behind(layer), _before(following))
-    attended, kv = attend(jnp.int32(last), *qkv, kv)
-    turn = add_up.turn(2 * last, hidden)
-    normed = behind_attention(attended, x, _behind(layers[-1]), model.norm.weight[...], counter, turn=turn, **options)
-    return normed, kv
+    attended, kv = attend(jnp.int32(len(layers) - 1), *qkv, kv)
+    return behind_attention(attended, x, _behind(layers[-1]), model.norm.weight[...], counter, **options), kv
 
 
 def _behind(layer: DecoderLayer) -> WeightsBehind:

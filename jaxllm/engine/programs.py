@@ -69,9 +69,6 @@ class Programs:
                 self.seconds_after_ready += time.perf_counter() - start
         return self._programs[shape]
 
-    def __contains__(self, shape: StepShape) -> bool:
-        return shape in self._programs
-
     def __iter__(self) -> Iterator[Program]:
         return iter(self._programs.values())
 

@@ -19,13 +19,12 @@ from jaxllm.engine.device_state import DeviceState, StateUpdates, allocate_state
 from jaxllm.engine.kept_sizes import KeptSizes
 from jaxllm.engine.lowering import abstract_weights
 from jaxllm.engine.program_maker import ProgramMaker
-from jaxllm.engine.programs import Program, Programs
+from jaxllm.engine.programs import Programs
 from jaxllm.engine.seats import Seats
 from jaxllm.engine.spec import RunnerSpec
 from jaxllm.engine.startup import StartupTimes
 from jaxllm.engine.step import Step
 from jaxllm.engine.step_program import StepResults
-from jaxllm.engine.step_sender import StepSender
 from jaxllm.engine.step_shape import PackedLayout, StepShape
 from jaxllm.engine.warm_up import WARM_UP_BLOCKS, largest, measure
 from jaxllm.memory.cache_size import BudgetError, WakeError
@@ -93,7 +92,6 @@ class Runner:
                 self.weights = source if isinstance(source, Weights) else load(spec, source)
                 self.state = allocate_state(spec.state, spec.placement)  # counted with the weights
                 self.updates = StateUpdates(spec.state, spec.placement)
-                self.sender = StepSender(spec)
             self.memory_report = self._size(maker, demand, devices, times)
             self.programs = self._compile(maker, demand, sizes.begin)
         self._most_blocks = self.num_blocks
@@ -179,17 +177,11 @@ class Runner:
         if self.spec.platform == "cpu":
             return
         for program in self.programs:
-            self._run_empty(program)
+            nothing = np.tile(program.layout.empty()[0], self.spec.placement.data_parallel_size)
+            packed = self.spec.placement.put(nothing, DATA)
+            _, self.kv, self.state = program.compiled(self.weights.leaves, self.kv, self.state, packed)
         self.state = self.updates.rehearse(self.state)
         jax.block_until_ready(self.kv)
-
-    def _run_empty(self, program: Program) -> None:
-        """Run a program on an empty step: devices add up nothing, and none waits for another inside a kernel."""
-        nothing = np.tile(program.layout.empty()[0], self.spec.placement.data_parallel_size)
-        packed = self.spec.placement.put(nothing, DATA)
-        _, self.kv, self.state = program.compiled(self.weights.leaves, self.kv, self.state, packed)
-        if self.spec.peers:  # what the driver loads may wait for a device, and the next program for what is loaded
-            jax.block_until_ready(self.kv)
 
     def dispatch(self, step: Step) -> StepResults:
         """Send one step to the devices, behind those already sent, without waiting for any.
@@ -205,8 +197,8 @@ class Runner:
             seats.newcomers.clear()
         if step.masks is not None:
             self.state = self.updates.set_masks(self.state, *step.masks)
-        program = self._program(self.shapes.fitting(step, seats.level(seat), seats.wants_prompt_logprobs))
-        packed = self.sender.send(program, program.layout.pack(step, seats, seat))
+        program = self.programs[self.shapes.fitting(step, seats.level(seat), seats.wants_prompt_logprobs)]
+        packed = self.spec.placement.put(program.layout.pack(step, seats, seat), DATA)
         results, self.kv, self.state = program.compiled(self.weights.leaves, self.kv, self.state, packed)
         results = results._replace(
             logprobs=results.logprobs if seats.wants_logprobs else None,
@@ -215,13 +207,6 @@ class Runner:
         for array in jax.tree.leaves(results):
             array.copy_to_host_async()
         return results
-
-    def _program(self, shape: StepShape) -> Program:
-        late = self.spec.peers and shape not in self.programs
-        program = self.programs[shape]
-        if late:
-            self._run_empty(program)
-        return program
 
     def collect(self, step: Step, results: StepResults) -> list[list[int]]:
         """Wait for a step; the tokens of each of its rows, one from each iteration."""

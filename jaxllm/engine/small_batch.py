@@ -14,17 +14,14 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm.cache.kv_array import KVLayout
 from jaxllm.engine.attention import Attention, KVArray, decode_plan
-from jaxllm.engine.parts import AddUp, on_each_part
 from jaxllm.layers.kv_quantization import quantize
 from jaxllm.layers.linear import Linear
 from jaxllm.layers.paged_attention import PagedBatch
 from jaxllm.models.config import ModelConfig
-from jaxllm.models.decoder import Decoder, Rotation, SelfAttention
-from jaxllm.parallel.placement import Placement
+from jaxllm.models.decoder import Decoder, SelfAttention
 from kernels_pallas.paged_decode import paged_decode, paged_decode_write
 from kernels_pallas.small_batch import (
     SUPPORTED_TOKENS,
-    NormedInput,
     QKVWeights,
     gate_up,
     normalized,
@@ -38,29 +35,21 @@ from kernels_pallas.small_batch import (
 logger = logging.getLogger(__name__)
 
 
-def fits(
-    attention: Attention, model: ModelConfig, layout: KVLayout, rows: int, dtype: jnp.dtype, peers: bool = False
-) -> bool:
-    """Whether decode steps of so many rows run these kernels: up to 32 rows, shapes that they know on each device.
-
-    Devices that a layer is divided among have to be `peers`, which add up inside kernels.
-    """
-    if attention is not Attention.MOSAIC_GPU or rows > max(SUPPORTED_TOKENS):
-        return False
-    if layout.tensor_parallel_size > 1 and not peers:
+def fits(attention: Attention, model: ModelConfig, layout: KVLayout, rows: int, dtype: jnp.dtype) -> bool:
+    """Whether decode steps of so many rows run these kernels: one device, up to 32 rows, shapes that they know."""
+    if attention is not Attention.MOSAIC_GPU or layout.tensor_parallel_size > 1 or rows > max(SUPPORTED_TOKENS):
         return False
     return _refusal(model, layout, dtype) is None
 
 
 @functools.cache
 def _refusal(model: ModelConfig, layout: KVLayout, dtype: jnp.dtype) -> str | None:
-    devices = layout.tensor_parallel_size
     reason = refusal(
         tokens=min(SUPPORTED_TOKENS),
         hidden=model.hidden_size,
-        mlp=model.intermediate_size // devices,
-        heads=model.num_attention_heads // devices,
-        kv_heads=layout.num_kv_heads // devices,
+        mlp=model.intermediate_size,
+        heads=model.num_attention_heads,
+        kv_heads=model.num_key_value_heads,
         head_dim=layout.head_dim,
         block_size=layout.block_size,
         dtype=dtype,
@@ -79,8 +68,6 @@ def paged(
     batch: PagedBatch,
     kv: KVArray,
     layout: KVLayout,
-    placement: Placement,
-    peers: Int[Array, "words"] | None = None,
     interpret: Any = None,
 ) -> tuple[Float[Array, "rows hidden"], KVArray]:
     """Normalised hidden states of a decode step, and the cache with its keys and values; as `Decoder.paged`.
@@ -92,71 +79,48 @@ def paged(
         batch: slots and pages.
         kv: the paged KV cache.
         layout: of it.
-        placement: the devices that layers are divided among.
-        peers: number of the step's first turn, and addresses, as `Mailboxes.take`; None where there is one device.
         interpret: run the kernels in their interpreter (tests on a CPU).
     """
-    rows = tokens.shape[0]
+    rows, config = tokens.shape[0], model.config
+    eps = config.rms_norm_eps
     padding = next(n for n in SUPPORTED_TOKENS if n >= rows) - rows
 
     def padded(x: Array, value: int = 0) -> Array:
         return jnp.pad(x, ((0, padding), *((0, 0),) * (x.ndim - 1)), constant_values=value)
 
-    batch = batch._replace(
-        slots=padded(batch.slots, jnp.iinfo(jnp.int32).max),  # past the end of the cache: not written
-        block_tables=padded(batch.block_tables),
-        context_lens=padded(batch.context_lens),
-    )
-    x, angles = model.embed_tokens(padded(tokens)), model.angles(padded(positions))
-
-    def run(model: Decoder, kv: KVArray, others: Any, add_up: AddUp) -> tuple[NormedInput, KVArray]:
-        return _layers(model, kv, others, layout, add_up, interpret)
-
-    source, kv = on_each_part(run, model, kv, (x, angles, batch), placement, peers)
-    return normalized(source, model.config.rms_norm_eps)[:rows], kv
-
-
-def _layers(
-    model: Decoder,
-    kv: KVArray,
-    inputs: tuple[Float[Array, "tokens hidden"], Rotation, PagedBatch],
-    layout: KVLayout,
-    add_up: AddUp,
-    interpret: Any,
-) -> tuple[NormedInput, KVArray]:
-    """All layers on one device's part of the weights and of the cache; what follows is the final norm."""
-    x, angles, batch = inputs
-    config, eps = model.config, model.config.rms_norm_eps
-    heads, kv_heads = config.num_attention_heads // add_up.devices, layout.num_kv_heads // add_up.devices
-    plan = decode_plan(batch.context_lens, batch.block_tables.shape[1], layout)
+    context_lens, tables = padded(batch.context_lens), padded(batch.block_tables)
+    slots = padded(batch.slots, jnp.iinfo(jnp.int32).max)  # past the end of the cache: not written
+    plan = decode_plan(context_lens, tables.shape[1], layout)
+    heads, kv_heads = config.num_attention_heads, layout.num_kv_heads
     qkv_plan = plan_qkv(hidden=config.hidden_size, heads=heads, kv_heads=kv_heads, head_dim=layout.head_dim)
+    cos, sin = model.angles(padded(positions))
+    x = model.embed_tokens(padded(tokens))
     norms = [layer.input_layernorm.weight[...] for layer in model.layers] + [model.norm.weight[...]]
     source = normed_input(x, norms[0])
     # The projections write in 16 bits: beside a float8 cache, into one of this step's keys and values.
-    new = jnp.zeros((1, 2, 1, kv_heads, x.shape[0], layout.head_dim), x.dtype)
+    new = jnp.zeros((1, 2, 1, layout.num_kv_heads, x.shape[0], layout.head_dim), x.dtype)
     own_slots = lax.optimization_barrier(jnp.arange(x.shape[0], dtype=jnp.int32))  # else XLA makes one for each layer
-
-    def project(y: Array, linear: Linear, x: Array, norm: Array, number: int) -> tuple[Array, NormedInput]:
-        """`x` and the projection of `y`, summed over devices in a turn of the step; and the input of what follows."""
-        turn = add_up.turn(number, config.hidden_size)
-        return project_residual(y, linear.weight[...], x, norm, _bias(linear), turn=turn, interpret=interpret)
-
     for index, layer in enumerate(model.layers):
         attention, mlp = layer.self_attn, layer.mlp
         weights = _qkv_weights(attention)
-        qkv = functools.partial(qkv_project, source, weights, *angles, plan=qkv_plan, eps=eps, interpret=interpret)
+        project = functools.partial(qkv_project, source, weights, cos, sin, plan=qkv_plan, eps=eps, interpret=interpret)
         options: dict[str, Any] = {"scale": layout.head_dim**-0.5, "plan": plan, "interpret": interpret}
-        where = (index, batch.block_tables, batch.context_lens)
         if (scales := layout.scales_of(index)) is None:
-            q, kv = qkv(kv, index, batch.slots)
-            attended, _ = paged_decode(q, kv, *where, **options)
+            q, kv = project(kv, index, slots)
+            attended, _ = paged_decode(q, kv, index, tables, context_lens, **options)
         else:
-            q, new = qkv(new, 0, own_slots)
+            q, new = project(new, 0, own_slots)
             k, v = (quantize(new[0, kind, 0].swapaxes(0, 1), scales[kind], kv.dtype) for kind in range(2))
             options |= {"k_scale": scales[0], "v_scale": scales[1]}
-            attended, _, kv = paged_decode_write(q, k, v, kv, *where, **options)
-        flat = attended.reshape(x.shape[0], -1)
-        x, source = project(flat, attention.o_proj, x, layer.post_attention_layernorm.weight[...], 2 * index)
+            attended, _, kv = paged_decode_write(q, k, v, kv, index, tables, context_lens, **options)
+        x, source = project_residual(
+            attended.reshape(x.shape[0], -1),
+            attention.o_proj.weight[...],
+            x,
+            layer.post_attention_layernorm.weight[...],
+            bias=_bias(attention.o_proj),
+            interpret=interpret,
+        )
         hidden = gate_up(
             source,
             mlp.gate_proj.weight[...],
@@ -166,8 +130,10 @@ def _layers(
             eps=eps,
             interpret=interpret,
         )
-        x, source = project(hidden, mlp.down_proj, x, norms[index + 1], 2 * index + 1)
-    return source, kv
+        x, source = project_residual(
+            hidden, mlp.down_proj.weight[...], x, norms[index + 1], bias=_bias(mlp.down_proj), interpret=interpret
+        )
+    return normalized(source, eps)[:rows], kv
 
 
 def _bias(linear: Linear) -> Array | None:

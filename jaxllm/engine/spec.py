@@ -1,7 +1,6 @@
 """What an engine is built from, and what follows from it: shapes, state, attention, programs on disk."""
 
 import hashlib
-import logging
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -21,12 +20,9 @@ from jaxllm.engine.executables import ExecutableCache
 from jaxllm.engine.step_shape import StepShapes
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.params import runtime_config
-from jaxllm.parallel import mailboxes
 from jaxllm.parallel.placement import Placement
 from jaxllm.sampling.sampler import SamplingMode
 from jaxllm.sampling.variant import KERNEL, PLAIN, Filters, LogitsProcessor, SamplerVariant, everything
-
-logger = logging.getLogger(__name__)
 
 SAMPLERS = ((PLAIN, 2), (SamplerVariant(filters=Filters.ALL, suppress=True), 8), (everything(), 8))
 """Variants of the sampler on a GPU, for plain draws, filters and everything, and how many sizes there are of each."""
@@ -39,8 +35,8 @@ KERNEL_SAMPLERS = ((KERNEL, 2), (replace(everything(), kernel=True), 16))
 class RunnerSpec:
     """What a runner is built from, resolved: nothing is "auto" any more.
 
-    `kv_scales` are those of a quantized KV cache, 1 where they are left out. `chosen_attention`,
-    `known_multiprocessors` and `known_peers` are given where steps run on other devices than those of `placement`.
+    `kv_scales` are those of a quantized KV cache, 1 where they are left out. `chosen_attention` and
+    `known_multiprocessors` are given where the devices that steps run on are not those of `placement`.
     """
 
     config: EngineConfig
@@ -53,7 +49,6 @@ class RunnerSpec:
     kv_scales: LayerScales | None = None
     chosen_attention: Attention | None = None
     known_multiprocessors: int | None = None
-    known_peers: bool | None = None
 
     @property
     def processors(self) -> tuple[LogitsProcessor, ...]:
@@ -91,18 +86,6 @@ class RunnerSpec:
         return getattr(self.placement.mesh.devices.flat[0], "core_count", 0)
 
     @cached_property
-    def peers(self) -> bool:
-        """Whether the devices of a layer add up inside kernels, in place of XLA's all-reduces; else it is logged."""
-        if self.known_peers is not None:
-            return self.known_peers
-        if self.attention is not Attention.MOSAIC_GPU or self.placement.tensor_parallel_size == 1:
-            return False
-        reason = mailboxes.refusal(self.placement)
-        if reason is not None:
-            logger.info("devices add up by XLA's all-reduces, and not inside kernels: %s", reason)
-        return reason is None
-
-    @cached_property
     def shapes(self) -> StepShapes:
         """Of the programs."""
         config, options = self.config, shape_options(self.platform)
@@ -136,7 +119,7 @@ class RunnerSpec:
         """Programs of this engine that are kept between starts, beside JAX's compilation cache."""
         config = self.config
         known = hashlib.sha256(self.known_tokens.tobytes()).hexdigest()
-        kernels = (self.attention, self.multiprocessors, self.peers)
+        kernels = (self.attention, self.multiprocessors)
         facts = (self.model, self.run_time, self.placement, self.dtype, *kernels, config.max_rows, known)
         mesh = self.placement.mesh
         where = (mesh.devices.shape, mesh.axis_names)

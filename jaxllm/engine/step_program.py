@@ -16,7 +16,6 @@ from jaxllm.engine import large_batch, medium_batch, small_batch
 from jaxllm.engine.attention import Attention, KVArray, paged_attend
 from jaxllm.engine.choose import Chosen, choose, keeps_history, no_logprobs, reports_logprobs
 from jaxllm.engine.device_state import DeviceState
-from jaxllm.engine.parts import turns
 from jaxllm.engine.step_shape import PackedLayout, StepFields, StepShape
 from jaxllm.layers.paged_attention import PagedBatch
 from jaxllm.models.decoder import Decoder, block_with
@@ -52,7 +51,6 @@ def step_function(
     *,
     attention: Attention,
     multiprocessors: int,
-    peers: bool,
     placement: Placement,
     known_tokens: np.ndarray,
     vocab: int,
@@ -66,7 +64,6 @@ def step_function(
         shape: tokens, rows and family.
         attention: how K and V are written and attended over.
         multiprocessors: of a GPU.
-        peers: whether devices that a layer is divided among add up inside kernels, where these know how.
         placement: attention runs under `shard_map` over its tensor axes, each device on its own KV heads; logits stay
             divided by the vocabulary, and the sampler exchanges a few numbers a row.
         known_tokens: bool `[vocab]`, which ids the tokenizer knows.
@@ -77,8 +74,8 @@ def step_function(
     graphdef, treedef, heads = weights.graphdef, weights.treedef, weights.config.num_attention_heads
     reports, remembers = reports_logprobs(shape.sampler), keeps_history(shape.sampler)
     sizes = (attention, weights.config, layout, shape.rows, weights.leaves[0].dtype)
-    few = shape.decode and small_batch.fits(*sizes, peers)
-    medium = shape.decode and medium_batch.fits(*sizes, multiprocessors, peers)
+    few = shape.decode and small_batch.fits(*sizes)
+    medium = shape.decode and medium_batch.fits(*sizes, multiprocessors)
     # Of a prompt only the last token is sampled from, unless log probabilities of all are asked for.
     last_only = not (shape.decode or reports) and shape.tokens >= _LAST_ONLY * shape.rows
 
@@ -94,14 +91,12 @@ def step_function(
     ) -> tuple[Chosen, TokenLogprobs | None, KVArray]:
         model: Decoder = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
         attend = partial(paged_attend, attention, batch, heads=heads, layout=layout, placement=placement)
-        told = fields.peers.at[0].add(iteration * turns(model.config)) if peers else None
         last = jnp.maximum(batch.cu_q_lens[1:] - 1, 0)
         if few:
-            hidden, kv = small_batch.paged(model, tokens, positions, batch, kv, layout, placement, told)
+            hidden, kv = small_batch.paged(model, tokens, positions, batch, kv, layout)
         elif medium:
-            hidden, kv = medium_batch.paged(
-                model, tokens, positions, batch, kv, layout, attention, placement, multiprocessors, told
-            )
+            attend_one = attend(decode=True)
+            hidden, kv = medium_batch.paged(model, tokens, positions, batch, attend_one, kv, multiprocessors)
         else:
             wanted = (last, attend(decode=True)) if last_only else None
             if large_batch.fits(attention, shape.tokens, shape.decode):

@@ -17,7 +17,6 @@ from jaxllm.sampling.inputs import SamplingInputs
 from jaxllm.sampling.sampler import SamplingMode
 from jaxllm.sampling.variant import KERNEL, PLAIN, SamplerVariant
 from jaxllm.sampling_params import MAX_SUPPRESSED_IDS
-from kernels_pallas.peers import WORDS
 
 _ALIGNMENT = 64
 """Fields begin at multiples of 256 bytes: XLA hands a field to a kernel where it lies, and kernels refuse others."""
@@ -147,7 +146,6 @@ class StepFields(NamedTuple):
         extras: what the state holds of the row (`device_state.extras_of`).
         next_token: of a prompt, the token behind those of the step; else 0.
         prompt_logprobs: 1 where log probabilities of prompt tokens are asked for.
-        peers: of devices that exchange numbers inside kernels, as `Mailboxes.take`; else 0.
         sampling: parameters of the draw; `suppressed` are all ids that end the request.
     """
 
@@ -162,7 +160,6 @@ class StepFields(NamedTuple):
     extras: Int[Array, "rows"]
     next_token: Int[Array, "rows"]
     prompt_logprobs: Int[Array, ""]
-    peers: Int[Array, "words"]
     sampling: SamplingInputs
 
 
@@ -173,7 +170,6 @@ class PackedLayout:
         rows = shape.rows
         fields: dict[str, tuple[int, ...]] = {
             "mode": (2,),  # the sampler's, and whether log probabilities of prompts are asked for
-            "peers": (WORDS - 1,),
             "tokens": (shape.tokens,),
             "cu_q_lens": (rows + 1,),
             "row": (len(_ROW_FIELDS), rows),
@@ -285,7 +281,6 @@ class PackedLayout:
             row["extras"],
             row["next_token"],
             field["mode"][1],
-            field["peers"],
             sampling,
         )
 

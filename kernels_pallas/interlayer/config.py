@@ -49,8 +49,6 @@ class InterlayerShape:
         dtype: of activations and weights.
         behind: whether what follows a layer's attention is part of it.
         before: whether what precedes a layer's attention is.
-        peers: devices that add up what each has a part of; heads, KV heads and MLP are those of one.
-        lines: of their mailboxes.
     """
 
     tokens: int
@@ -63,8 +61,6 @@ class InterlayerShape:
     dtype: jnp.dtype
     behind: bool = True
     before: bool = True
-    peers: int = 1
-    lines: int = 0
 
     @property
     def step(self) -> int:

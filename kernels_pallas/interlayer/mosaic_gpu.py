@@ -6,7 +6,6 @@ weights before the wait is Hazy Research's idea, 2025). Launched one after anoth
 What precedes the first layer's attention, and what follows the last one's, are launches of some of the phases.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -29,7 +28,6 @@ from kernels_pallas.interlayer.config import (
 from kernels_pallas.interlayer.grid_barrier import wait_for_all
 from kernels_pallas.interlayer.phases import Inputs, Outputs, phases
 from kernels_pallas.interlayer.product import Scratch
-from kernels_pallas.peers import Turn
 from kernels_pallas.warpgroup import Ref
 
 State = Float[Array, "tokens hidden"]
@@ -52,7 +50,6 @@ def interlayer(
     *,
     eps: float,
     multiprocessors: int = MULTIPROCESSORS,
-    turn: Turn | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[State, Heads]:
     """The state before the next layer, and its q, k and v there, normed and rotated.
@@ -68,16 +65,13 @@ def interlayer(
         eps: of all norms.
         multiprocessors: no more than the GPU has, or the kernel does not end: its thread blocks wait for one another.
             The same for all launches with a counter.
-        turn: where weights are a device's part of a layer's: the first of two turns, in which devices add up, in
-            bfloat16. The interpreter has no such operation.
         interpret: run in Pallas's GPU interpreter (on a CPU), phase after phase.
 
     Raises:
         ValueError: for shapes or dtypes the kernel cannot run.
     """
-    kv_size, mlp = before.k.shape[0], behind.gate.shape[0]
-    shape = _shape(x, attended.shape[1:], kv_size, mlp, multiprocessors, eps, turn=turn)
-    operands = {"attended": _flat(attended), "cos": cos, "sin": sin, **vars(behind), **vars(before), **_told(turn)}
+    shape = _shape(x, attended.shape[1:], before.k.shape[0], behind.gate.shape[0], multiprocessors, eps)
+    operands = {"attended": _flat(attended), "cos": cos, "sin": sin, **vars(behind), **vars(before)}
     outputs = _checked(shape, operands, x, counter, interpret)
     return outputs["x"], _heads(outputs)
 
@@ -108,21 +102,12 @@ def behind_attention(
     *,
     eps: float,
     multiprocessors: int = MULTIPROCESSORS,
-    turn: Turn | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> State:
     """The state behind a last layer after a model's `norm`: as the beginning of `interlayer`."""
-    mlp = weights.gate.shape[0]
-    shape = _shape(x, attended.shape[1:], HEAD_DIM, mlp, multiprocessors, eps, before=False, turn=turn)
-    operands = {"attended": _flat(attended), "norm": norm, **vars(weights), **_told(turn)}
+    shape = _shape(x, attended.shape[1:], HEAD_DIM, weights.gate.shape[0], multiprocessors, eps, before=False)
+    operands = {"attended": _flat(attended), "norm": norm, **vars(weights)}
     return _checked(shape, operands, x, counter, interpret)["normed"]
-
-
-_NO_WEIGHTS = ("attended", "cos", "sin", "links", "turn")
-
-
-def _told(turn: Turn | None) -> dict[str, jax.Array]:
-    return {} if turn is None else dict(zip(("links", "turn"), turn.operands, strict=True))
 
 
 def _flat(heads: jax.Array) -> jax.Array:
@@ -135,15 +120,7 @@ def _heads(outputs: dict[str, jax.Array]) -> Heads:
 
 
 def _shape(
-    x: jax.Array,
-    heads: tuple[int, ...],
-    kv_size: int,
-    mlp: int,
-    multiprocessors: int,
-    eps: float,
-    *,
-    turn: Turn | None = None,
-    **halves: bool,
+    x: jax.Array, heads: tuple[int, ...], kv_size: int, mlp: int, multiprocessors: int, eps: float, **halves: bool
 ) -> InterlayerShape:
     (tokens, hidden), (count, head_dim), kv_heads = x.shape, heads, kv_size // HEAD_DIM
     reason = refusal(hidden=hidden, mlp=mlp, heads=count, kv_heads=kv_heads, head_dim=head_dim, dtype=x.dtype)
@@ -151,11 +128,7 @@ def _shape(
         raise ValueError(reason)
     if tokens % TOKENS:
         raise ValueError(f"x has {tokens} tokens; the kernel between attentions takes multiples of {TOKENS}. Pad x.")
-    shape = InterlayerShape(tokens, hidden, mlp, count, kv_heads, multiprocessors, eps, dtype=x.dtype, **halves)
-    if turn is None:
-        return shape
-    turn.check(tokens * hidden // 2)
-    return dataclasses.replace(shape, peers=turn.peers, lines=turn.lines)
+    return InterlayerShape(tokens, hidden, mlp, count, kv_heads, multiprocessors, eps, dtype=x.dtype, **halves)
 
 
 def _checked(
@@ -166,7 +139,7 @@ def _checked(
     interpret: plgpu.InterpretGPUParams | None,
 ) -> dict[str, jax.Array]:
     """The outputs that there are, by their names in `Outputs`."""
-    check_weights(shape, {name: value for name, value in operands.items() if name not in _NO_WEIGHTS})
+    check_weights(shape, {name: value for name, value in operands.items() if name not in ("attended", "cos", "sin")})
     there = {name: value for name, value in operands.items() if value is not None}
     return _launch({"counter": counter, "x": x, **there}, shape=shape, interpret=interpret)
 

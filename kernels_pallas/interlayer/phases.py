@@ -13,7 +13,6 @@ from jax import lax
 
 from kernels_pallas.interlayer.config import FEATURES, HEAD_DIM, TOKENS, InterlayerShape
 from kernels_pallas.interlayer.product import Features, Phase, Scratch, Tiles, product_phase
-from kernels_pallas.peers import Exchange
 from kernels_pallas.warpgroup import Ref
 
 LAYOUT = plgpu.Layout.WGMMA
@@ -43,8 +42,6 @@ class Inputs(NamedTuple):
     v: Ref = None
     q_norm: Ref = None
     k_norm: Ref = None
-    links: Ref = None  # from here on a `Turn`, where devices add up
-    turn: Ref = None
 
 
 class Outputs(NamedTuple):
@@ -89,17 +86,13 @@ def phases(shape: InterlayerShape, block: jax.Array, inputs: Inputs, outputs: Ou
     """What a block does, in turn."""
     product = functools.partial(product_phase, shape, block, scratch)
     norm = functools.partial(_add_and_norm, shape, block, normed=outputs.normed)
-    if inputs.links is not None:
-        layout = _by_column(shape)
-        exchange = Exchange(inputs.links, inputs.turn, shape.peers, shape.lines, layout, narrow=True)
-        norm = functools.partial(norm, exchange=exchange)
     if shape.behind:
         found = [
             _to_hidden(shape, product, inputs.attended, inputs.o, outputs.attended_parts),
-            Phase(lambda: norm(inputs.x, inputs.mlp_norm, outputs.attended_parts, outputs.middle, turn=0)),
+            Phase(lambda: norm(inputs.x, inputs.mlp_norm, outputs.attended_parts, outputs.middle)),
             _gate_and_up(shape, inputs, outputs, product),
             _to_hidden(shape, product, outputs.activation, inputs.down, outputs.mlp_parts),
-            Phase(lambda: norm(outputs.middle, inputs.norm, outputs.mlp_parts, outputs.x, turn=1)),
+            Phase(lambda: norm(outputs.middle, inputs.norm, outputs.mlp_parts, outputs.x)),
         ]
     else:
         found = [Phase(lambda: norm(inputs.x, inputs.norm))]
@@ -286,11 +279,6 @@ def _queries_keys_values(
     return [product(tiles, store), Phase(run)]
 
 
-def _by_column(shape: InterlayerShape) -> Any:
-    """Registers of a token's state."""
-    return plgpu.Layout.WG_STRIDED((shape.hidden,), vec_size=4)
-
-
 def _add_and_norm(
     shape: InterlayerShape,
     block: jax.Array,
@@ -300,21 +288,12 @@ def _add_and_norm(
     after: Ref | None = None,
     *,
     normed: Ref,
-    exchange: Exchange | None = None,
-    turn: int = 0,
 ) -> None:
-    """`after = before + sum of parts`, where there are any, and its RMSNorm; a token at a time.
-
-    With `exchange`, parts of all devices: what all tokens of a block have here is sent before one is waited for.
-    """
-    layout = _by_column(shape)
+    """`after = before + sum of parts`, where there are any, and its RMSNorm; a token at a time."""
+    layout = plgpu.Layout.WG_STRIDED((shape.hidden,), vec_size=4)
 
     def read(ref: Ref) -> jax.Array:
         return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
-
-    def sum_of_parts(token: jax.Array) -> jax.Array:
-        assert parts is not None
-        return functools.reduce(jnp.add, [read(parts.at[part, token]) for part in range(parts.shape[0])])
 
     def finish(token: jax.Array, total: jax.Array) -> None:
         state = total.astype(shape.dtype)
@@ -325,26 +304,12 @@ def _add_and_norm(
         normed.at[token][...] = (wide * factor * read(weight)).astype(shape.dtype)
 
     tokens = [block + turn * shape.blocks for turn in range(-(-shape.tokens // shape.blocks))]
-    if exchange is not None and parts is not None:
-        column = plgpu.broadcasted_iota(jnp.int32, (shape.hidden,), 0, layout=layout)
-
-        def send(token: jax.Array) -> None:
-            exchange.send(sum_of_parts(token), token * shape.hidden + column, turn)
-
-        def receive(token: jax.Array) -> None:
-            total = exchange.receive(sum_of_parts(token), token * shape.hidden + column, turn)
-            finish(token, total + read(before.at[token]))
-
-        for act in (send, receive):
-            for token in tokens:
-                pl.when(token < shape.tokens)(functools.partial(act, token))
-        return
     for several in itertools.batched(tokens, max(1, AT_ONCE // shape.hidden)):
         totals = []
         for token in several:  # all reads before all writes, which they would wait for
             there = jnp.minimum(token, shape.tokens - 1)
-            state = read(before.at[there])
-            totals.append(state if parts is None else sum_of_parts(there) + state)
+            terms = [] if parts is None else [read(parts.at[part, there]) for part in range(parts.shape[0])]
+            totals.append(functools.reduce(jnp.add, [*terms, read(before.at[there])]))
         for token, total in zip(several, totals, strict=True):
             pl.when(token < shape.tokens)(functools.partial(finish, token, total))
 

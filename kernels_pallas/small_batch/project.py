@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from kernels_pallas.peers import Exchange, Turn
 from kernels_pallas.small_batch.config import StreamConfig
 from kernels_pallas.small_batch.normed import NormedInput, block_rows, square_parts
 from kernels_pallas.small_batch.stream import (
@@ -48,7 +47,7 @@ def project(
         ValueError: for shapes or dtypes the kernel cannot run.
     """
     _check(x, weight)
-    return _project(x, weight, bias, None, None, None, config=config, interpret=interpret)[0]
+    return _project(x, weight, bias, None, None, config=config, interpret=interpret)[0]
 
 
 def project_residual(
@@ -58,7 +57,6 @@ def project_residual(
     next_norm: Float[Array, " features_out"],
     bias: Float[Array, " features_out"] | None = None,
     *,
-    turn: Turn | None = None,
     config: StreamConfig = PROJECT,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[Float[Array, "tokens features_out"], NormedInput]:
@@ -70,21 +68,17 @@ def project_residual(
         residual: what is added.
         next_norm: weights of the norm that follows: the next sub-layer's, or the final one.
         bias: optional.
-        turn: where `x` and `weight` are a device's part of the features: the products of all are summed, in float32.
-            The interpreter has no such operation.
         config: tuning parameters.
         interpret: as in `project`.
 
     Raises:
-        ValueError: for shapes or dtypes the kernel cannot run, and for mailboxes that are too small.
+        ValueError: for shapes or dtypes the kernel cannot run.
     """
     _check(x, weight)
     expected = (x.shape[0], weight.shape[0])
     if residual.shape != expected or residual.dtype != x.dtype:
         raise ValueError(f"residual is {residual.dtype}{list(residual.shape)}; expected {x.dtype}{list(expected)}")
-    if turn is not None:
-        turn.check(x.shape[0] * weight.shape[0])
-    y, scaled, sum_squares = _project(x, weight, bias, residual, next_norm, turn, config=config, interpret=interpret)
+    y, scaled, sum_squares = _project(x, weight, bias, residual, next_norm, config=config, interpret=interpret)
     return y, NormedInput(scaled, sum_squares)
 
 
@@ -102,7 +96,6 @@ def _project(
     bias: jax.Array | None,
     residual: jax.Array | None,
     next_norm: jax.Array | None,
-    turn: Turn | None,
     *,
     config: StreamConfig,
     interpret: plgpu.InterpretGPUParams | None,
@@ -115,17 +108,15 @@ def _project(
     parts = square_parts(out, rows)
     optional = {"bias": bias, "residual": residual, "norm": next_norm}
     inputs = {name: value for name, value in optional.items() if value is not None}
-    told = [] if turn is None else turn.operands
     struct = jax.ShapeDtypeStruct
     out_type: list[Any] = [struct((tokens, out), x.dtype)]
     if next_norm is not None:
         out_type += [struct((tokens, out), x.dtype), struct((tokens, parts), jnp.float32)]
 
     def kernel(x_ref: Ref, weight_ref: Ref, *refs: Ref) -> None:
-        rest = iter(refs)
-        given = {name: next(rest) for name in inputs}
-        told_refs, out_refs = [next(rest) for _ in told], [next(rest) for _ in out_type]
-        scratch = StreamScratch.of(*rest)
+        given = dict(zip(inputs, refs, strict=False))
+        out_refs = refs[len(inputs) : len(inputs) + len(out_type)]
+        scratch = StreamScratch.of(*refs[len(inputs) + len(out_type) :])
         block = lax.axis_index("block")
         first = pl.multiple_of(block * rows, 16)
 
@@ -141,11 +132,6 @@ def _project(
 
         others = stream(shape, scratch, load_weights, x_ref, load_others, interpreted=interpret is not None)
         y = result_columns(shape, scratch, 0, rows)
-        if turn is not None:
-            token, column = (plgpu.broadcasted_iota(jnp.int32, y.shape, axis, layout=BY_TOKEN) for axis in range(2))
-            links_ref, number_ref = told_refs
-            exchange = Exchange(links_ref, number_ref, turn.peers, turn.lines, BY_TOKEN)
-            y = exchange.sum(y, token * out + (first + column))
         for name in ("bias", "residual"):
             if name in others:
                 y = y + others[name]
@@ -171,7 +157,7 @@ def _project(
             compiler_params=COMPILER_PARAMS,
             kernel_name="project" if residual is None else "project_residual",
             interpret=interpret,
-        )(x, weight, *inputs.values(), *told)
+        )(x, weight, *inputs.values())
     )
 
 
