@@ -28,6 +28,7 @@ LOG2_E = 1.4426950408889634
 """Softmax runs in base 2, where the exponential is one instruction; scores are scaled by log2(e)."""
 
 SUPPORTED_DTYPES = (jnp.bfloat16, jnp.float16)
+QUANTIZED_DTYPES = (jnp.float8_e4m3fn,)
 SUPPORTED_HEAD_DIMS = (64, 128, 256)
 
 
