@@ -14,6 +14,9 @@ SHARED_MEMORY_PER_BLOCK = 227 * 1024
 SHARED_MEMORY_ALIGNMENT = 1024
 """Mosaic GPU aligns every shared-memory allocation to this many bytes."""
 
+TMA_BYTES = 128
+"""TMA copies start at multiples of as many bytes of shared memory, as Mosaic GPU has it."""
+
 OPERAND_ALIGNMENT = 256
 """Bytes that the address of a kernel's operand must be a multiple of.
 

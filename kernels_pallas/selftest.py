@@ -277,7 +277,10 @@ def _check_sample(interpret: plgpu.InterpretGPUParams | None) -> float:
 
 
 def _check_small_batch(interpret: plgpu.InterpretGPUParams | None) -> float:
-    """A layer without attention, q taking the place of its output; heads of q, k and v whole, and in three pieces."""
+    """A layer without attention, q taking the place of its output; heads of q, k and v whole, and in three pieces.
+
+    And the projections of q, k and v once more, into a float8 cache.
+    """
     hidden, mlp, heads, kv_heads, dim = 256, 64, 2, 1, 128
     keys = iter(jax.random.split(jax.random.key(0), 8))
 
@@ -306,7 +309,17 @@ def _check_small_batch(interpret: plgpu.InterpretGPUParams | None) -> float:
     want = x + project_reference(want_q.reshape(8, -1), o)
     activation = gate_up_reference(rms_norm_reference(want, norm, 1e-6), gate, up)
     want = want + project_reference(activation, down)
-    pairs = ((kv, want_kv), (cut_queries, want_q), (cut_kv, want_kv), (y, want))
+    pairs = [(kv, want_kv), (cut_queries, want_q), (cut_kv, want_kv), (y, want)]
+
+    # Of float8's few numbers each is far from the next: what is compared must not have been rounded before.
+    float8 = (*cached[:2], cache.astype(jnp.float8_e4m3fn), *cached[3:])
+    options: dict[str, Any] = {"eps": 1e-6, "k_scale": 0.005, "v_scale": 0.002}  # the largest are cut off
+    queries, kv = qkv_project(normed_input(x, norm), weights, *float8, **options, interpret=interpret)
+    wide, wide_x, wide_norm = jax.tree.map(lambda array: array.astype(jnp.float32), (weights, x, norm))
+    with jax.default_matmul_precision("float32"):
+        wide_x = rms_norm_reference(wide_x, wide_norm, 1e-6)
+        want_q, want_kv = qkv_project_reference(wide_x, wide, *float8, **options)
+    pairs += [(queries, want_q), (kv, want_kv)]
     return float(np.max([_relative_error(*pair) for pair in pairs]))
 
 

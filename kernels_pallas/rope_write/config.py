@@ -2,13 +2,10 @@
 
 import dataclasses
 
-from kernels_pallas.hopper import MULTIPROCESSORS
+from kernels_pallas.hopper import MULTIPROCESSORS, TMA_BYTES
 
 PAIRS = 1024
 """Pairs of numbers of a head that a warpgroup rotates at once: 8 a thread, which are 16 bytes in 16 bits."""
-
-TMA_BYTES = 128
-"""TMA copies start at multiples of as many bytes of shared memory, as Mosaic GPU has it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
-from kernels_pallas.hopper import QUANTIZED_DTYPES, SUPPORTED_DTYPES, SUPPORTED_HEAD_DIMS, KVLayout
+from kernels_pallas.hopper import QUANTIZED_DTYPES, SUPPORTED_DTYPES, SUPPORTED_HEAD_DIMS, TMA_BYTES, KVLayout
 from kernels_pallas.quantize import quantized
-from kernels_pallas.rope_write.config import TMA_BYTES, RopeWriteConfig, tokens_per_block
+from kernels_pallas.rope_write.config import RopeWriteConfig, tokens_per_block
 from kernels_pallas.rope_write.tuned import TUNED, TUNED_QUANTIZED
 from kernels_pallas.warpgroup import Ref
 
