@@ -6,11 +6,9 @@ which check themselves), `tuned.py` (measured values, as data) and `bench.py`.
 - `paged_decode`: one to four query tokens per row over KV pages, split over the context where rows are few or uneven.
 - `ragged_prefill`: chunks of many rows, each anywhere in its context, over the same pages.
 - `kv_write`: the step's K and V into their slots, in place.
-- `rope_write`: the same with norms and rotary embedding of q and k, in one pass over a prefill step's projections;
-  as float8 where the cache is.
+- `rope_write`: the same with norms and rotary embedding of q and k, in one pass over a prefill step's projections.
 - `swiglu`: both projections of many tokens' MLP and the activation, in one matrix product.
-- `small_batch`: the projections of 8 to 32 tokens, fused with norms, rotary embedding, KV write (as float8 where
-  the cache is) and activation.
+- `small_batch`: the projections of 8 to 32 tokens, fused with norms, rotary embedding, KV write and activation.
 - `interlayer`: all between two layers' attention for 64 to 512 tokens, in one launch.
 - `sample`: a token for each row of logits, by the row's own parameters.
 

@@ -14,9 +14,6 @@ SHARED_MEMORY_PER_BLOCK = 227 * 1024
 SHARED_MEMORY_ALIGNMENT = 1024
 """Mosaic GPU aligns every shared-memory allocation to this many bytes."""
 
-TMA_BYTES = 128
-"""TMA copies start at multiples of as many bytes of shared memory, as Mosaic GPU has it."""
-
 OPERAND_ALIGNMENT = 256
 """Bytes that the address of a kernel's operand must be a multiple of.
 
@@ -31,7 +28,6 @@ LOG2_E = 1.4426950408889634
 """Softmax runs in base 2, where the exponential is one instruction; scores are scaled by log2(e)."""
 
 SUPPORTED_DTYPES = (jnp.bfloat16, jnp.float16)
-QUANTIZED_DTYPES = (jnp.float8_e4m3fn,)
 SUPPORTED_HEAD_DIMS = (64, 128, 256)
 
 

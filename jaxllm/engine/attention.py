@@ -20,6 +20,7 @@ from jaxllm.parallel.placement import Placement
 from kernels_pallas import hopper, selftest
 from kernels_pallas.kv_write import kv_write
 from kernels_pallas.paged_decode import DecodePlan, paged_decode, paged_decode_write, plan_decode, tuned_config
+from kernels_pallas.paged_decode.mosaic_gpu import QUANTIZED_DTYPES
 from kernels_pallas.ragged_prefill import PrefillPlan, plan_prefill, ragged_prefill
 
 logger = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ def _refusal(model: ModelConfig, layout: KVLayout, device: jax.Device, dtype: jn
     batch = PagedBatch(integers["rows"], integers["tables"], integers["rows"], integers["cu"])
 
     def both(q: Array, k: Array, v: Array, kv: KVArray, batch: PagedBatch) -> list[Array]:
-        hopper.check_attention_arguments(q, kv, hopper.QUANTIZED_DTYPES)
+        hopper.check_attention_arguments(q, kv, QUANTIZED_DTYPES)
         scales = layout.scales_of(0)
         return [
             _mosaic_gpu(pages_plan(batch, decode, heads, layout), batch, 0, q, k, v, kv, scales)[0]

@@ -7,16 +7,19 @@ more than it must. `Decoder.paged` runs these blocks in place of its own; what i
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxllm.cache.kv_array import KVLayout
 from jaxllm.engine.attention import Attention, KVArray, attend_pages, pages_plan
+from jaxllm.layers.kv_quantization import quantize
 from jaxllm.layers.linear import Linear, contract
 from jaxllm.layers.paged_attention import PagedBatch
 from jaxllm.models.decoder import MLP, Block, DecoderLayer, Rotation, SelfAttention
 from jaxllm.parallel.mesh import TENSOR
 from jaxllm.parallel.placement import Placement
+from kernels_pallas.kv_write import kv_write
 from kernels_pallas.rope_write import rope_write
 from kernels_pallas.swiglu import swiglu
 from kernels_pallas.swiglu.tuned import TUNED as SWIGLU
@@ -50,6 +53,7 @@ def block_of_many_tokens(
         interpret: run the Pallas kernels in their interpreter (tests on a CPU).
     """
     plan = pages_plan(batch, False, heads // layout.tensor_parallel_size, layout)
+    own_slots = lax.optimization_barrier(jnp.arange(batch.slots.shape[0], dtype=jnp.int32))  # made once for all layers
     everywhere = PartitionSpec()
 
     def attended(
@@ -67,11 +71,15 @@ def block_of_many_tokens(
             layer: Array,
             kv: KVArray,
         ) -> tuple[Array, KVArray]:
-            scales = layout.scales_of(layer)
             options = {"norms": norms, "eps": eps, "interpret": interpret}
-            if scales is not None:
-                options |= {"k_scale": scales[0], "v_scale": scales[1]}
-            q, kv = rope_write(projected, *angles, kv, layer, batch.slots, **options)
+            if (scales := layout.scales_of(layer)) is None:
+                q, kv = rope_write(projected, *angles, kv, layer, batch.slots, **options)
+            else:  # The kernel writes in 16 bits: beside a float8 cache, into one of this step's keys and values.
+                tokens, (_, _, _, kv_heads, _, head_dim) = projected[0].shape[0], kv.shape
+                new = jnp.zeros((1, 2, 1, kv_heads, tokens, head_dim), projected[0].dtype)
+                q, new = rope_write(projected, *angles, new, 0, own_slots, **options)
+                k, v = (quantize(new[0, kind, 0].swapaxes(0, 1), scales[kind], kv.dtype) for kind in range(2))
+                kv = kv_write(kv, layer, k, v, batch.slots, interpret=interpret)
             return attend_pages(plan, batch, layer, q, kv, scales, interpret=interpret), kv
 
         projected = _projected(attention, x, merged=layout.tensor_parallel_size == 1)

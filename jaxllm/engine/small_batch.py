@@ -9,15 +9,17 @@ import logging
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxllm.cache.kv_array import KVLayout
 from jaxllm.engine.attention import Attention, KVArray, decode_plan
+from jaxllm.layers.kv_quantization import quantize
 from jaxllm.layers.linear import Linear
 from jaxllm.layers.paged_attention import PagedBatch
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.decoder import Decoder, SelfAttention
-from kernels_pallas.paged_decode import paged_decode
+from kernels_pallas.paged_decode import paged_decode, paged_decode_write
 from kernels_pallas.small_batch import (
     SUPPORTED_TOKENS,
     QKVWeights,
@@ -51,7 +53,6 @@ def _refusal(model: ModelConfig, layout: KVLayout, dtype: jnp.dtype) -> str | No
         head_dim=layout.head_dim,
         block_size=layout.block_size,
         dtype=dtype,
-        kv_dtype=layout.dtype,
     )
     if reason is None:
         logger.info("decode steps of up to %d rows: fused Pallas kernels", max(SUPPORTED_TOKENS))
@@ -96,16 +97,22 @@ def paged(
     x = model.embed_tokens(padded(tokens))
     norms = [layer.input_layernorm.weight[...] for layer in model.layers] + [model.norm.weight[...]]
     source = normed_input(x, norms[0])
+    # The projections write in 16 bits: beside a float8 cache, into one of this step's keys and values.
+    new = jnp.zeros((1, 2, 1, layout.num_kv_heads, x.shape[0], layout.head_dim), x.dtype)
+    own_slots = lax.optimization_barrier(jnp.arange(x.shape[0], dtype=jnp.int32))  # else XLA makes one for each layer
     for index, layer in enumerate(model.layers):
         attention, mlp = layer.self_attn, layer.mlp
-        options: dict[str, Any] = {"interpret": interpret}
-        if (scales := layout.scales_of(index)) is not None:
-            options |= {"k_scale": scales[0], "v_scale": scales[1]}
         weights = _qkv_weights(attention)
-        q, kv = qkv_project(source, weights, cos, sin, kv, index, slots, eps=eps, plan=qkv_plan, **options)
-        attended, _ = paged_decode(
-            q, kv, index, tables, context_lens, scale=layout.head_dim**-0.5, plan=plan, **options
-        )
+        project = functools.partial(qkv_project, source, weights, cos, sin, plan=qkv_plan, eps=eps, interpret=interpret)
+        options: dict[str, Any] = {"scale": layout.head_dim**-0.5, "plan": plan, "interpret": interpret}
+        if (scales := layout.scales_of(index)) is None:
+            q, kv = project(kv, index, slots)
+            attended, _ = paged_decode(q, kv, index, tables, context_lens, **options)
+        else:
+            q, new = project(new, 0, own_slots)
+            k, v = (quantize(new[0, kind, 0].swapaxes(0, 1), scales[kind], kv.dtype) for kind in range(2))
+            options |= {"k_scale": scales[0], "v_scale": scales[1]}
+            attended, _, kv = paged_decode_write(q, k, v, kv, index, tables, context_lens, **options)
         x, source = project_residual(
             attended.reshape(x.shape[0], -1),
             attention.o_proj.weight[...],

@@ -19,7 +19,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
-from kernels_pallas.hopper import LOG2_E, OPERAND_ALIGNMENT, QUANTIZED_DTYPES, KVLayout, check_attention_arguments
+from kernels_pallas.hopper import LOG2_E, OPERAND_ALIGNMENT, KVLayout, check_attention_arguments
 from kernels_pallas.paged_decode.config import DecodeConfig, reduction_scratch
 from kernels_pallas.paged_decode.kernel import DecodeShape, decode_kernel
 from kernels_pallas.paged_decode.plan import DecodePlan, plan_decode
@@ -27,6 +27,8 @@ from kernels_pallas.paged_decode.several_tokens import MAX_TOKENS, select_token_
 from kernels_pallas.paged_decode.tuned import tuned_config
 from kernels_pallas.paged_decode.window import lies_in_tiles, padded_query_rows, select_heads, window_rows
 from kernels_pallas.warpgroup import Ref
+
+QUANTIZED_DTYPES = (jnp.float8_e4m3fn,)
 
 
 def paged_decode(

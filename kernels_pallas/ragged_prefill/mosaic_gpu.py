@@ -15,8 +15,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from kernels_pallas.hopper import LOG2_E, QUANTIZED_DTYPES, KVLayout, check_attention_arguments
-from kernels_pallas.paged_decode.mosaic_gpu import decode_rows
+from kernels_pallas.hopper import LOG2_E, KVLayout, check_attention_arguments
+from kernels_pallas.paged_decode.mosaic_gpu import QUANTIZED_DTYPES, decode_rows
 from kernels_pallas.ragged_prefill.config import COMPUTE_WARPGROUPS, PrefillConfig, tile_tokens
 from kernels_pallas.ragged_prefill.kernel import prefill_kernel
 from kernels_pallas.ragged_prefill.plan import PrefillPlan, padded_tokens, plan_prefill

@@ -10,11 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels_pallas.hopper import QUANTIZED_DTYPES
 from kernels_pallas.kv_write import kv_write
-from kernels_pallas.quantize import quantized
 from kernels_pallas.rope_write import RopeWriteConfig, rope_write
 from kernels_pallas.rope_write.reference import rotated_heads
+from kernels_pallas.rope_write.tuned import TUNED
 from kernels_pallas.timing import median_seconds, random_array
 
 LAYERS, REPETITIONS, BLOCK_SIZE, EPS = 4, 50, 64, 1e-6
@@ -24,21 +23,19 @@ State = tuple[jax.Array, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """One measured pass: `tokens` tokens of `heads` and `kv_heads` heads, with norms, to random slots of `kv_dtype`."""
+    """One measured pass: `tokens` tokens of `heads` and `kv_heads` heads, with norms, to random slots."""
 
     tokens: int
     heads: int = 16
     kv_heads: int = 8
     head_dim: int = 128
-    config: RopeWriteConfig | None = None
-    kv_dtype: Any = jnp.bfloat16
+    config: RopeWriteConfig = TUNED
 
     @property
     def name(self) -> str:
-        """Tokens, heads and head size; the cache's dtype and the heads of a thread block where not the default."""
-        dtype = " float8" if self.kv_dtype in QUANTIZED_DTYPES else ""
-        tuned = "" if self.config is None else f" heads{self.config.heads}x{self.config.blocks}"
-        return f"{self.tokens} h{self.heads}/{self.kv_heads} d{self.head_dim}{dtype}{tuned}"
+        """Tokens, heads and head size, and the heads of a thread block where not the default."""
+        tuned = "" if self.config == TUNED else f" heads{self.config.heads}x{self.config.blocks}"
+        return f"{self.tokens} h{self.heads}/{self.kv_heads} d{self.head_dim}{tuned}"
 
     @property
     def cache_shape(self) -> tuple[int, ...]:
@@ -48,20 +45,14 @@ class Point:
     @property
     def bytes_moved(self) -> int:
         """Bytes of q, k and v, read and written, and of the angles."""
-        stored = jnp.dtype(self.kv_dtype).itemsize
-        return self.tokens * self.head_dim * (self.heads * (2 + 2) + 2 * self.kv_heads * (2 + stored) + 4)
+        heads = self.heads + 2 * self.kv_heads
+        return self.tokens * self.head_dim * (2 * heads * 2 + 4)
 
 
-POINTS = tuple(
-    Point(tokens, heads, kv_dtype=kv_dtype)
-    for kv_dtype in (jnp.bfloat16, *QUANTIZED_DTYPES)
-    for heads in (16, 32)
-    for tokens in (256, 1024, 4096, 16384)
-)
-QUICK = (Point(256), Point(16384), Point(16384, kv_dtype=QUANTIZED_DTYPES[0]))
+POINTS = tuple(Point(tokens, heads) for heads in (16, 32) for tokens in (256, 1024, 4096, 16384))
+QUICK = (Point(256), Point(16384))
 TUNE = tuple(
-    Point(tokens, config=RopeWriteConfig(heads=heads, blocks=blocks), kv_dtype=kv_dtype)
-    for kv_dtype in (jnp.bfloat16, *QUANTIZED_DTYPES)
+    Point(tokens, config=RopeWriteConfig(heads=heads, blocks=blocks))
     for tokens in (256, 1024, 16384)
     for heads, blocks in ((2, 132), (4, 132), (8, 132), (8, 264), (8, 528))
 )
@@ -81,7 +72,7 @@ def measure(points: tuple[Point, ...], copy_bytes_per_second: float) -> Generato
         result: dict[str, Any] = {"point": point.name}
         for name, run in (("us", kernel), ("xla us", xla)):
             q = random_array((point.tokens, point.heads, point.head_dim), jnp.bfloat16, seed=1)
-            state = {"q and kv": (q, jnp.zeros(point.cache_shape, point.kv_dtype))}
+            state = {"q and kv": (q, jnp.zeros(point.cache_shape, jnp.bfloat16))}
             seconds = median_seconds(functools.partial(_continue, state, run, arguments))
             result[name] = seconds / (LAYERS * REPETITIONS) * 1e6
         rate = point.bytes_moved / result["us"] * 1e6
@@ -107,8 +98,6 @@ def _xla_layer(
 ) -> State:
     cos, sin, slots, norm = others
     q, k = (rotated_heads(x, norm, cos, sin, EPS) for x in (q, k))
-    if point.kv_dtype in QUANTIZED_DTYPES:
-        k, v = (quantized(x, jnp.float32(1), kv.dtype) for x in (k, v))
     return q, kv_write(kv, layer, k, v, slots)
 
 
@@ -129,6 +118,6 @@ def _compile(point: Point, layer: Callable[..., State]) -> Callable[..., State]:
 
     tokens, dim = point.tokens, point.head_dim
     angles = struct(tokens, dim // 2, dtype=jnp.float32)
-    state = (struct(tokens, point.heads, dim), struct(*point.cache_shape, dtype=point.kv_dtype))
+    state = (struct(tokens, point.heads, dim), struct(*point.cache_shape))
     others = (angles, angles, struct(tokens, dtype=jnp.int32), struct(dim))
     return jax.jit(run, donate_argnums=0).lower(state, struct(tokens, point.kv_heads, dim), *others).compile()

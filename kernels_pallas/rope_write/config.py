@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from kernels_pallas.hopper import MULTIPROCESSORS, TMA_BYTES
+from kernels_pallas.hopper import MULTIPROCESSORS
 
 PAIRS = 1024
 """Pairs of numbers of a head that a warpgroup rotates at once: 8 a thread, which are 16 bytes in 16 bits."""
@@ -24,18 +24,12 @@ class RopeWriteConfig:
         if self.heads < 1 or self.blocks < 1:
             raise ValueError(f"heads={self.heads} and blocks={self.blocks} must be 1 or more")
 
-    def heads_per_block(self, *, tokens: int, heads: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
-        """The largest number up to `self.heads` that divides `kv_heads`, leaving `self.blocks` thread blocks.
-
-        A token's heads lie side by side before they go to the cache, where a number has `itemsize` bytes: in whole
-        pieces of `TMA_BYTES`, for which it may have to be more.
-        """
+    def heads_per_block(self, *, tokens: int, heads: int, kv_heads: int, head_dim: int) -> int:
+        """The largest number up to `self.heads` that divides `kv_heads`, leaving `self.blocks` thread blocks."""
         tiles = -(-tokens // tokens_per_block(head_dim))
-        divisors = [number for number in range(1, kv_heads + 1) if kv_heads % number == 0]
-        whole = [number for number in divisors if number * head_dim * itemsize % TMA_BYTES == 0]
-        fitting = [number for number in whole if number <= self.heads]
-        enough = [number for number in fitting if tiles * (heads + 2 * kv_heads) // number >= self.blocks]
-        return max(enough, default=whole[0])
+        divisors = [number for number in range(1, min(self.heads, kv_heads) + 1) if kv_heads % number == 0]
+        enough = [number for number in divisors if tiles * (heads + 2 * kv_heads) // number >= self.blocks]
+        return max(enough, default=1)
 
 
 def tokens_per_block(head_dim: int) -> int:

@@ -2,8 +2,7 @@
 
 Bound by memory: every number of q, k and v is read once and written once. A thread block copies a few heads of a few
 tokens to shared memory by TMA, changes them there, and copies them on, queries to their output and the rest to the
-tokens' slots, as float8 from a second tile. Thread blocks are small, so that several share a multiprocessor and one
-computes while others copy.
+tokens' slots. Thread blocks are small, so that several share a multiprocessor and one computes while others copy.
 """
 
 import functools
@@ -17,10 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
-from kernels_pallas.hopper import QUANTIZED_DTYPES, SUPPORTED_DTYPES, SUPPORTED_HEAD_DIMS, TMA_BYTES, KVLayout
-from kernels_pallas.quantize import quantized
+from kernels_pallas.hopper import SUPPORTED_DTYPES, SUPPORTED_HEAD_DIMS, KVLayout
 from kernels_pallas.rope_write.config import RopeWriteConfig, tokens_per_block
-from kernels_pallas.rope_write.tuned import TUNED, TUNED_QUANTIZED
+from kernels_pallas.rope_write.tuned import TUNED
 from kernels_pallas.warpgroup import Ref
 
 COMPILER_PARAMS = plgpu.CompilerParams(
@@ -48,21 +46,17 @@ def rope_write(
     *,
     norms: tuple[Float[Array, " head_dim"], Float[Array, " head_dim"]] | None = None,
     eps: float = 1e-6,
-    k_scale: float | Float32[Array, ""] = 1.0,
-    v_scale: float | Float32[Array, ""] = 1.0,
-    config: RopeWriteConfig | None = None,
+    config: RopeWriteConfig = TUNED,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[Float[Array, "tokens heads head_dim"], Float[Array, "layers 2 num_blocks kv_heads block_size head_dim"]]:
     """Queries, normalized and rotated, and `kv` with the tokens' keys, treated alike, and values in their slots.
 
-    Rotated are the pairs (i, i + head_dim / 2). All is computed in float32 and rounded once; for a float8 cache,
-    divided by a scale and clipped to what float8 holds. The cache is written in place where XLA may reuse `kv`, as by
-    `kv_write`.
+    Rotated are the pairs (i, i + head_dim / 2). All is computed in float32 and rounded once. The cache is written in
+    place where XLA may reuse `kv`, as by `kv_write`.
 
     Args:
         projected: the heads of q, those of k and those of v one after another, in as many arrays as their projections
-            made (one, or q, k and v apart), in the cache's dtype; bfloat16 or float16 where that is float8. The
-            number of q's is a multiple of `kv_heads`.
+            made (one, or q, k and v apart), in the cache's dtype. The number of q's is a multiple of `kv_heads`.
         cos: cosines of the tokens' angles, with the scaling of the rotary embedding, if any.
         sin: sines.
         kv: the whole KV array.
@@ -70,21 +64,17 @@ def rope_write(
         slots: where each token goes, each slot at most once; a slot of `num_blocks * block_size` or more is skipped.
         norms: weights of the RMSNorm of each head of q and of k; None for models without.
         eps: of the norms.
-        k_scale: what K is divided by in a float8 cache; of no effect in others.
-        v_scale: what V is divided by.
-        config: tuning parameters; None for those tuned for the cache's dtype.
+        config: tuning parameters.
         interpret: run in Pallas's GPU interpreter (on a CPU) instead of compiling.
 
     Raises:
         ValueError: for shapes or dtypes that do not match or that the kernel cannot run.
     """
     heads = _check(projected, cos, sin, kv, norms)
-    layer, scales = jnp.asarray(layer, jnp.int32), None
-    if kv.dtype in QUANTIZED_DTYPES:
-        scales = jnp.stack([jnp.asarray(scale, jnp.float32) for scale in (k_scale, v_scale)])
-    config = config or (TUNED if scales is None else TUNED_QUANTIZED)
-    arguments = (tuple(projected), cos, sin, kv, layer, slots, norms, scales)
-    return _rope_write(*arguments, heads=heads, eps=eps, config=config, interpret=interpret)
+    layer = jnp.asarray(layer, jnp.int32)
+    return _rope_write(
+        tuple(projected), cos, sin, kv, layer, slots, norms, heads=heads, eps=eps, config=config, interpret=interpret
+    )
 
 
 def _check(
@@ -95,29 +85,20 @@ def _check(
     norms: tuple[jax.Array, jax.Array] | None,
 ) -> int:
     """The number of query heads; ValueError where arguments do not fit each other or the kernel."""
-    layout, dtype = KVLayout.of(kv), projected[0].dtype
-    if layout.head_dim not in SUPPORTED_HEAD_DIMS or kv.dtype not in (*SUPPORTED_DTYPES, *QUANTIZED_DTYPES):
+    layout = KVLayout.of(kv)
+    if layout.head_dim not in SUPPORTED_HEAD_DIMS or kv.dtype not in SUPPORTED_DTYPES:
         raise ValueError(
-            f"kv is {kv.dtype}{list(kv.shape)}; rope_write supports head_dim {SUPPORTED_HEAD_DIMS} in bfloat16, "
-            "float16 and float8_e4m3fn. Use kv_write."
+            f"kv is {kv.dtype}{list(kv.shape)}; rope_write supports head_dim {SUPPORTED_HEAD_DIMS} in bfloat16 and "
+            "float16. Use kv_write."
         )
-    if layout.kv_heads * layout.head_dim * kv.dtype.itemsize % TMA_BYTES:
-        raise ValueError(
-            f"kv is {kv.dtype}{list(kv.shape)}: a token's {layout.kv_heads} KV heads of {layout.head_dim} are not a "
-            f"multiple of {TMA_BYTES} bytes, as TMA copies of them must be. Use the reference."
-        )
-    if kv.dtype not in QUANTIZED_DTYPES:
-        dtype = kv.dtype
-    elif dtype not in SUPPORTED_DTYPES:
-        raise ValueError(f"projected is {dtype}; rope_write quantizes bfloat16 and float16. Cast it.")
     tokens, least = projected[0].shape[0], tokens_per_block(layout.head_dim)
     if tokens < least:
         raise ValueError(f"projected has {tokens} tokens; the kernel takes {least} or more. Use kv_write.")
     for value in projected:
-        fits = value.ndim == 3 and value.shape == (tokens, value.shape[1], layout.head_dim) and value.dtype == dtype
+        fits = value.ndim == 3 and value.shape == (tokens, value.shape[1], layout.head_dim) and value.dtype == kv.dtype
         if not fits or value.shape[1] % layout.kv_heads:
             raise ValueError(
-                f"projected has {value.dtype}{list(value.shape)}; expected {dtype}[{tokens}, a multiple of "
+                f"projected has {value.dtype}{list(value.shape)}; expected {kv.dtype}[{tokens}, a multiple of "
                 f"{layout.kv_heads}, {layout.head_dim}] to match kv"
             )
     heads = sum(value.shape[1] for value in projected) - 2 * layout.kv_heads
@@ -128,9 +109,9 @@ def _check(
             expected = (tokens, layout.head_dim // 2)
             raise ValueError(f"{name} is {angles.dtype}{list(angles.shape)}; expected float32{list(expected)}")
     for weight in norms or ():
-        if weight.shape != (layout.head_dim,) or weight.dtype != dtype:
+        if weight.shape != (layout.head_dim,) or weight.dtype != kv.dtype:
             raise ValueError(
-                f"norms has {weight.dtype}{list(weight.shape)}; expected {dtype}[{layout.head_dim}] to match projected"
+                f"norms has {weight.dtype}{list(weight.shape)}; expected {kv.dtype}[{layout.head_dim}] to match kv"
             )
     return heads
 
@@ -144,7 +125,6 @@ def _rope_write(
     layer: jax.Array,
     slots: jax.Array,
     norms: tuple[jax.Array, jax.Array] | None,
-    scales: jax.Array | None,
     *,
     heads: int,
     eps: float,
@@ -152,12 +132,10 @@ def _rope_write(
     interpret: plgpu.InterpretGPUParams | None,
 ) -> tuple[jax.Array, jax.Array]:
     """`rope_write` of checked arguments: under its own `jit`, all layers of a program share one lowering."""
-    layout, dtype, all_tokens = KVLayout.of(kv), projected[0].dtype, slots.shape[0]
+    layout, dtype, all_tokens = KVLayout.of(kv), kv.dtype, slots.shape[0]
     dim, half, kv_heads = layout.head_dim, layout.head_dim // 2, layout.kv_heads
     tokens = tokens_per_block(dim)
-    count = config.heads_per_block(
-        tokens=all_tokens, heads=heads, kv_heads=kv_heads, head_dim=dim, itemsize=kv.dtype.itemsize
-    )
+    count = config.heads_per_block(tokens=all_tokens, heads=heads, kv_heads=kv_heads, head_dim=dim)
     parts = (heads + 2 * kv_heads) // count
     # The heads of each array, counted over all of them.
     ends = list(itertools.accumulate(value.shape[1] for value in projected))
@@ -176,28 +154,14 @@ def _rope_write(
         """`value` along a dimension of the rows, repeated along the other."""
         return plgpu.layout_cast(lax.broadcast_in_dim(value, (tokens, half), [dimension]), by_row)
 
-    def halves(tile: Ref, head: jax.Array) -> list[Ref]:
-        return [tile.at[:, head, pl.ds(begin, half)] for begin in (0, half)]
-
     def kernel(layer_ref: Ref, slots_ref: Ref, cos_ref: Ref, sin_ref: Ref, *refs: Ref) -> None:
         source_refs, refs = refs[: len(spans)], refs[len(spans) :]
         norm_refs, refs = ((), refs) if norms is None else (refs[:2], refs[2:])
-        scales_refs, refs = ((), refs) if scales is None else (refs[:1], refs[1:])
-        kv_ref, out_ref, tile, slots_tile, cos_tile, sin_tile, norm_tile, loaded, angles_loaded, *quantized_tiles = refs
-        cache_tile = quantized_tiles[0] if quantized_tiles else tile
+        kv_ref, out_ref, tile, slots_tile, cos_tile, sin_tile, norm_tile, loaded, angles_loaded = refs
         block = lax.axis_index("block")
         first, head = block // parts * tokens, lax.rem(block, jnp.int32(parts)) * count
         rows = pl.ds(first, tokens)  # what lies behind the last token is read as 0 and not written
         is_query, is_value = head < heads, head >= heads + kv_heads
-        scale = [ref[is_value.astype(jnp.int32)] for ref in scales_refs]  # before anything is waited for
-
-        def store(index: jax.Array, values: list[jax.Array]) -> None:
-            for place, value in zip(halves(tile, index), values, strict=True):
-                place[...] = value.astype(dtype)
-
-        def store_quantized(index: jax.Array, values: list[jax.Array]) -> None:
-            for place, value in zip(halves(cache_tile, index), values, strict=True):
-                place[...] = quantized(value, scale[0], kv.dtype)
 
         for ref, (begin, end) in zip(source_refs, spans, strict=True):
 
@@ -230,25 +194,14 @@ def _rope_write(
 
             @pl.loop(0, count)
             def _(index: jax.Array) -> None:
-                left, right = (load(place) for place in halves(tile, index))
+                places = [tile.at[:, index, pl.ds(begin, half)] for begin in (0, half)]
+                left, right = (load(place) for place in places)
                 if norm_refs:
                     mean = (left * left + right * right).sum(axis=1) * (1 / dim)
                     factor = spread(lax.rsqrt(mean + eps), 0)
                     left, right = left * factor, right * factor
-                rotated = [left * left_c - right * right_s, right * right_c + left * left_s]
-                if scales is None:
-                    store(index, rotated)
-                else:
-                    pl.when(is_query)(functools.partial(store, index, rotated))
-                    pl.when(jnp.logical_not(is_query))(functools.partial(store_quantized, index, rotated))
-
-        if scales is not None:
-
-            @pl.when(is_value)
-            def _() -> None:
-                @pl.loop(0, count)
-                def _(index: jax.Array) -> None:
-                    store_quantized(index, [load(place) for place in halves(tile, index)])
+                places[0][...] = (left * left_c - right * right_s).astype(dtype)
+                places[1][...] = (right * right_c + left * left_s).astype(dtype)
 
         plgpu.commit_smem()
 
@@ -269,7 +222,7 @@ def _rope_write(
                 def _() -> None:
                     page = first_block + slot // layout.block_size
                     offset = lax.rem(slot, jnp.int32(layout.block_size))
-                    plgpu.copy_smem_to_gmem(cache_tile.at[token], kv_ref.at[page, pl.ds(kv_head, count), offset])
+                    plgpu.copy_smem_to_gmem(tile.at[token], kv_ref.at[page, pl.ds(kv_head, count), offset])
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -288,10 +241,9 @@ def _rope_write(
             plgpu.SMEM((dim,), dtype),
             plgpu.Barrier(num_arrivals=2),
             plgpu.Barrier(num_arrivals=2 if norms is None else 3),
-            *([] if scales is None else [plgpu.SMEM((tokens, count, dim), kv.dtype)]),
         ],
         compiler_params=COMPILER_PARAMS,
         kernel_name="rope_write",
         interpret=interpret,
-    )(layer[None], slots, cos, sin, *projected, *(norms or ()), *([] if scales is None else [scales]), pages)
+    )(layer[None], slots, cos, sin, *projected, *(norms or ()), pages)
     return q, pages[...].reshape(kv.shape)

@@ -1,12 +1,9 @@
 """The chains of projections that are measured: models, parts of a layer, and selections of them."""
 
 import dataclasses
-from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
-from kernels_pallas.hopper import QUANTIZED_DTYPES
 from kernels_pallas.small_batch.config import StreamConfig
 from kernels_pallas.small_batch.tuned import CUT_QKV, GATE_UP, PROJECT, QKV, qkv_config
 
@@ -38,8 +35,7 @@ BLOCK = 64
 class Point:
     """One measured chain: `rows` decode rows (padded to 8, 16 or 32 tokens for the kernels) through a part of a model.
 
-    `context` is the rows' context in a `step`, `qkv` the configuration for the model where none is given, `kv_dtype`
-    the cache's.
+    `context` is the rows' context in a `step`, `qkv` the configuration for the model where none is given.
     """
 
     model: str
@@ -50,12 +46,11 @@ class Point:
     project: StreamConfig = PROJECT
     gate_up: StreamConfig = GATE_UP
     compare: bool = True
-    kv_dtype: Any = jnp.bfloat16
 
     @property
     def name(self) -> str:
         """Model, part and rows, and what is not the default."""
-        name = f"{self.model} {self.part} {self.rows}" + " float8" * (self.kv_dtype in QUANTIZED_DTYPES)
+        name = f"{self.model} {self.part} {self.rows}"
         for label, config, default in (
             ("qkv", self.qkv, None), ("project", self.project, PROJECT), ("gate_up", self.gate_up, GATE_UP),
         ):  # fmt: skip
@@ -104,19 +99,12 @@ POINTS = tuple(Point("0.6B", part, rows) for part in PARTS for rows in (1, 8)) +
     Point("8B", part, rows) for part in ("qkv", "o", "down", "attention", "mlp", "layer") for rows in (1, 32)
 )
 
-FLOAT8 = tuple(
-    Point(model, part, rows, compare=False, kv_dtype=QUANTIZED_DTYPES[0])
-    for model, part, rows in (("0.6B", "qkv", 8), ("0.6B", "step", 8), ("8B", "qkv", 8), ("8B", "qkv", 32))
-)
-"""Into a float8 cache; those of a bfloat16 cache are among `POINTS` and `QUICK`."""
-
 QUICK = (
     *(Point("0.6B", part, 1) for part in ("o", "down", "attention", "mlp")),
     *(Point("0.6B", part, rows) for part in ("layer", "step") for rows in (1, 8)),
     Point("0.6B", "step", 1).early(),
     Point("0.6B", "layer", 16),
     *(Point("8B", part, 8) for part in ("qkv", "o", "down", "attention", "mlp")),
-    *FLOAT8,
 )
 
 

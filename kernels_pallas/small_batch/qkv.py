@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
-from kernels_pallas.hopper import QUANTIZED_DTYPES, TMA_BYTES, KVLayout
-from kernels_pallas.quantize import quantized
+from kernels_pallas.hopper import KVLayout
 from kernels_pallas.small_batch.config import StreamConfig
 from kernels_pallas.small_batch.normed import NormedInput, norm_factor
 from kernels_pallas.small_batch.pieces import finishes_last, store_piece, sum_pieces
@@ -85,16 +84,13 @@ def qkv_project(
     slots: Int32[Array, " tokens"],
     *,
     eps: float,
-    k_scale: float | Float32[Array, ""] = 1.0,
-    v_scale: float | Float32[Array, ""] = 1.0,
     plan: QKVPlan | None = None,
     config: StreamConfig | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[Float[Array, "tokens heads head_dim"], Float[Array, "layers 2 num_blocks kv_heads block_size head_dim"]]:
     """Queries of the normalized `x`, and `kv` with the tokens' K and V in their slots.
 
-    Queries and keys are normalized by head if `weights` has norms, and rotated (pairs (i, i + head_dim / 2)). All is
-    computed in float32 and rounded once; for a float8 cache, divided by a scale and clipped to what float8 holds. The
+    Queries and keys are normalized by head if `weights` has norms, and rotated (pairs (i, i + head_dim / 2)). The
     cache is written in place where XLA may reuse `kv`, as by `kv_write`.
 
     Args:
@@ -102,12 +98,10 @@ def qkv_project(
         weights: of the projections.
         cos: cosines of the tokens' angles, with the scaling of the rotary embedding, if any.
         sin: sines.
-        kv: the whole KV array, in x's dtype or float8_e4m3fn.
+        kv: the whole KV array, in x's dtype.
         layer: index of the layer.
         slots: where each token goes, each slot at most once; a slot of `num_blocks * block_size` or more is skipped.
         eps: of all norms.
-        k_scale: what K is divided by in a float8 cache; of no effect in others.
-        v_scale: what V is divided by.
         plan: division of the work, from `plan_qkv` with the same shapes; made here when not given.
         config: tuning parameters where no plan is given, by default those for the shapes.
         interpret: run in Pallas's GPU interpreter (on a CPU) instead of compiling.
@@ -118,10 +112,8 @@ def qkv_project(
     layout = KVLayout.of(kv)
     if layout.head_dim not in (64, 128):
         raise ValueError(f"head_dim is {layout.head_dim}; the small-batch kernels support 64 and 128")
-    if kv.dtype not in (x.scaled.dtype, *QUANTIZED_DTYPES):
-        raise ValueError(
-            f"kv has dtype {kv.dtype}, x has {x.scaled.dtype}; they must be equal (or kv float8_e4m3fn). Cast x."
-        )
+    if kv.dtype != x.scaled.dtype:
+        raise ValueError(f"kv has dtype {kv.dtype}, x has {x.scaled.dtype}; they must be equal")
     weights.check(x.scaled, layout)
     expected = (x.scaled.shape[0], layout.head_dim // 2)
     if cos.shape != expected or sin.shape != expected:
@@ -132,10 +124,8 @@ def qkv_project(
         plan = plan_qkv(hidden=x.scaled.shape[1], **sizes, config=config)
     if plan.pending is not None and plan.pending.shape != (heads + 2 * layout.kv_heads,):
         raise ValueError(f"plan is for {plan.pending.shape[0]} heads; expected {heads} and twice {layout.kv_heads}")
-    layer, scales = jnp.asarray(layer, jnp.int32), None
-    if kv.dtype in QUANTIZED_DTYPES:
-        scales = jnp.stack([jnp.asarray(scale, jnp.float32) for scale in (k_scale, v_scale)])
-    return _qkv_project(x, weights, cos, sin, kv, layer, slots, scales, plan, eps=eps, interpret=interpret)
+    layer = jnp.asarray(layer, jnp.int32)
+    return _qkv_project(x, weights, cos, sin, kv, layer, slots, plan, eps=eps, interpret=interpret)
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "interpret"))
@@ -147,16 +137,12 @@ def _qkv_project(
     kv: jax.Array,
     layer: jax.Array,
     slots: jax.Array,
-    scales: jax.Array | None,
     plan: QKVPlan,
     *,
     eps: float,
     interpret: plgpu.InterpretGPUParams | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`qkv_project` of checked arguments: under its own `jit`, all layers of a program share one lowering.
-
-    `scales` are those of K and V, `[2]` in float32; None where the cache has x's dtype.
-    """
+    """`qkv_project` of checked arguments: under its own `jit`, all layers of a program share one lowering."""
     layout = KVLayout.of(kv)
     dim, half, features = layout.head_dim, layout.head_dim // 2, x.scaled.shape[1]
     heads = weights.q.shape[0] // dim
@@ -165,13 +151,6 @@ def _qkv_project(
     tokens, dtype, blocks = shape.tokens, x.scaled.dtype, pieces * (heads + 2 * layout.kv_heads)
     norms, biases = weights.norms, weights.biases
     pending = [] if plan.pending is None else [plan.pending]
-    given_scales = [] if scales is None else [scales]
-    tile_type = plgpu.SMEM((tokens, dim), dtype)
-    if scales is not None:
-        # A token's row begins where TMA can read it, with heads of 64 too. As declared, nothing is swizzled (see
-        # `fill_tile`): rows are contiguous, and are copied without a tensor map.
-        row = max(dim, TMA_BYTES // kv.dtype.itemsize)
-        tile_type = plgpu.SMEM((tokens, row), kv.dtype, transforms=(plgpu.TilingTransform((1, dim)),))
     struct = jax.ShapeDtypeStruct
     out_type = [struct((tokens, heads * dim), dtype)]
     if pieces > 1:
@@ -182,9 +161,7 @@ def _qkv_project(
         cos_ref: Ref, sin_ref: Ref, *refs: Ref,
     ) -> None:  # fmt: skip
         rest = iter(refs)
-        norm_refs, bias_refs, scales_refs, pending_refs = (
-            [next(rest) for _ in given] for given in (norms, biases, given_scales, pending)
-        )
+        norm_refs, bias_refs, pending_refs = ([next(rest) for _ in given] for given in (norms, biases, pending))
         kv_ref, out_ref = next(rest), next(rest)
         pieces_refs = [next(rest) for _ in pending]
         tile, scratch = next(rest), StreamScratch.of(*rest)
@@ -221,8 +198,6 @@ def _qkv_project(
                 "layer": layer_ref[0],
                 "slots": [slots_ref[token] for token in range(tokens)],
             }
-            if scales_refs:
-                others["scale"] = scales_refs[0][(kind == 2).astype(jnp.int32)]
             if norm_refs:
                 others["norm"] = load_mine(norm_refs, [0, 0])
             if bias_refs:
@@ -259,8 +234,7 @@ def _qkv_project(
                 def _(token: int = token, slot: jax.Array = slot) -> None:
                     page = first_page + slot // layout.block_size * layout.kv_heads
                     offset = lax.rem(slot, jnp.int32(layout.block_size))
-                    row = tile.at[pl.ds(token, 1)] if scales is None else tile.at[pl.ds(token, 1), pl.ds(0, dim)]
-                    plgpu.copy_smem_to_gmem(row, kv_ref.at[page, pl.ds(offset, 1)])
+                    plgpu.copy_smem_to_gmem(tile.at[pl.ds(token, 1)], kv_ref.at[page, pl.ds(offset, 1)])
 
             plgpu.wait_smem_to_gmem(0)
 
@@ -276,13 +250,9 @@ def _qkv_project(
                     out_ref.at[:, columns][...] = value.astype(dtype)
 
             def fill_tile(values: list[jax.Array]) -> None:
-                rows = lax.concatenate(values, 1)
-                if scales is not None:
-                    tile.at[:, pl.ds(0, dim)][...] = quantized(rows, others["scale"], kv.dtype)
-                    return
                 # Whole rows at once: the compiler swizzles this tile by rows of 128 bytes, which TMA undoes by address,
                 # but which a store to a slice counts from the slice's start. Stored apart, right halves are permuted.
-                tile[...] = rows.astype(dtype)
+                tile[...] = lax.concatenate(values, 1).astype(dtype)
 
             pl.when(kind == 0)(write_queries)
             pl.when(kind == 1)(functools.partial(fill_tile, rotated))
@@ -302,12 +272,12 @@ def _qkv_project(
         out_type=out_type,
         grid=(blocks,),
         grid_names=("block",),
-        scratch_types=[tile_type, *shape.scratch()],
+        scratch_types=[plgpu.SMEM((tokens, dim), dtype), *shape.scratch()],
         compiler_params=COMPILER_PARAMS,
         kernel_name="qkv_project",
         interpret=interpret,
     )(
         layer[None], slots, x.scaled, x.sum_squares, weights.q, weights.k, weights.v, cos, sin, *norms, *biases,
-        *given_scales, *pending, pages,
+        *pending, pages,
     )  # fmt: skip
     return q.reshape(tokens, heads, dim), pages[...].reshape(kv.shape)

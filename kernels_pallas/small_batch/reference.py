@@ -5,9 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
-from kernels_pallas.hopper import QUANTIZED_DTYPES
 from kernels_pallas.kv_write import kv_write_reference
-from kernels_pallas.quantize import quantized
 from kernels_pallas.small_batch.qkv import QKVWeights
 
 
@@ -70,13 +68,9 @@ def qkv_project_reference(
     slots: Int32[Array, " tokens"],
     *,
     eps: float,
-    k_scale: float | Float32[Array, ""] = 1.0,
-    v_scale: float | Float32[Array, ""] = 1.0,
 ) -> tuple[Float[Array, "tokens heads head_dim"], Float[Array, "layers 2 num_blocks kv_heads block_size head_dim"]]:
     """Queries, and the cache with K and V, as `qkv_project` of what `normalized` makes of its input."""
     q, k, v = qkv_heads_reference(normalized, weights, cos, sin, kv.shape[5], eps=eps)
-    if kv.dtype in QUANTIZED_DTYPES:
-        k, v = (quantized(x, jnp.float32(scale), kv.dtype) for x, scale in ((k, k_scale), (v, v_scale)))
     return q, kv_write_reference(kv, layer, k, v, slots)
 
 

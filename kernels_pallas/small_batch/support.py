@@ -10,16 +10,7 @@ from kernels_pallas.small_batch.qkv import QKVWeights, qkv_project
 
 
 def refusal(
-    *,
-    tokens: int,
-    hidden: int,
-    mlp: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    block_size: int,
-    dtype: jnp.dtype,
-    kv_dtype: jnp.dtype,
+    *, tokens: int, hidden: int, mlp: int, heads: int, kv_heads: int, head_dim: int, block_size: int, dtype: jnp.dtype
 ) -> str | None:
     """Why the kernels cannot run these shapes, in words; None if they can. Traces each kernel once, compiles nothing.
 
@@ -31,12 +22,11 @@ def refusal(
         kv_heads: KV heads on one device.
         head_dim: size of a head.
         block_size: tokens of a cache block.
-        dtype: of weights and activations.
-        kv_dtype: of the cache.
+        dtype: of weights, activations and cache.
     """
     q_size, kv_size = heads * head_dim, kv_heads * head_dim
 
-    def struct(*shape: int, dtype: jnp.dtype = dtype) -> jax.ShapeDtypeStruct:
+    def struct(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
 
     def layer(*arrays: jax.Array) -> list[jax.Array]:
@@ -51,7 +41,7 @@ def refusal(
             layer,
             struct(tokens, hidden), struct(hidden), struct(q_size, hidden), struct(kv_size, hidden),
             struct(kv_size, hidden), struct(hidden, q_size), struct(mlp, hidden), struct(hidden, mlp),
-            struct(1, 2, 1, kv_heads, block_size, head_dim, dtype=kv_dtype),
+            struct(1, 2, 1, kv_heads, block_size, head_dim),
         )  # fmt: skip
     except ValueError as error:
         return str(error)
