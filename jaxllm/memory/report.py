@@ -185,7 +185,7 @@ class MemoryReport:
 
         Programs that serve would take their time anyway, so those that were made meanwhile count like those measured.
         """
-        measured = len(self.programs)
+        measured = sum(program.measured is not None for program in self.programs)  # others serve
         share = measured / (measured + self.other_programs) if measured else 0.0
         return self.measure_seconds + share * self.measured_programs_seconds
 

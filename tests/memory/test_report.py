@@ -52,7 +52,8 @@ def test_program_takes_the_larger_and_knows_the_disagreement() -> None:
 
 
 def test_measuring_costs_its_own_time_and_its_programs_share_of_the_wait() -> None:
-    programs = tuple(ProgramReport(name=name, static=1, measured=1) for name in ("a", "b"))
+    measured = tuple(ProgramReport(name=name, static=1, measured=1) for name in ("a", "b"))
+    programs = (*measured, *(ProgramReport(name=name, static=1) for name in "cdefg"))  # of which these serve
     times = {"programs": programs, "measure_seconds": 0.5, "measured_programs_seconds": 12.0}
     assert report(**times).measuring_cost == 12.5
     assert report(**times, other_programs=6).measuring_cost == 3.5  # two of eight
