@@ -65,6 +65,11 @@ def parser(command: str, description: str, epilog: str = "") -> argparse.Argumen
     return made
 
 
+def with_default(text: str, default: Any) -> str:
+    """The help of an option that tells its default, where there is one and the text does not tell it."""
+    return text if default is None or "default" in text else f"{text} (default {default})"
+
+
 def add_engine_options(to: argparse.ArgumentParser, **defaults: str) -> None:
     """Engine options, unset unless given, so that `EngineConfig` has the only defaults.
 
@@ -75,9 +80,8 @@ def add_engine_options(to: argparse.ArgumentParser, **defaults: str) -> None:
     of_config = {field.name: field.default for field in fields(EngineConfig)} | defaults
     group = to.add_argument_group("engine")
     for name, (kind, text) in ENGINE_HELP.items():
-        told = of_config[name] is None or "default" in text
-        help_text = text if told else f"{text} (default {of_config[name]})"
-        group.add_argument(_flag(name), type=kind, default=None, help=help_text, metavar=kind.__name__.upper())
+        told = with_default(text, of_config[name])
+        group.add_argument(_flag(name), type=kind, default=None, help=told, metavar=kind.__name__.upper())
     group.add_argument("--no-prefix-caching", action="store_true", help="do not share KV of equal beginnings")
     group.add_argument("--enforce-eager", action="store_true", help="compile each program when it is first needed")
 
@@ -97,10 +101,9 @@ def add_sampling_options(to: argparse.ArgumentParser, **defaults: Any) -> None:
     of_params = {field.name: field.default for field in fields(SamplingParams)} | defaults
     group = to.add_argument_group("sampling")
     for name, (kind, text) in SAMPLING_HELP.items():
-        shown = "" if of_params[name] is None else f" (default {of_params[name]})"
-        group.add_argument(
-            _flag(name), type=kind, default=of_params[name], help=text + shown, metavar=kind.__name__.upper()
-        )
+        default = of_params[name]
+        told = with_default(text, default)
+        group.add_argument(_flag(name), type=kind, default=default, help=told, metavar=kind.__name__.upper())
     group.add_argument("--ignore-eos", action="store_true", help="do not end at the model's end-of-sequence token")
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
     group.add_argument(

@@ -171,12 +171,11 @@ def make_parser() -> argparse.ArgumentParser:
     for name in ENGINE_OPTIONS:
         kind, help_text = cli.ENGINE_HELP[name]
         default = defaults[name]
-        shown = "" if default is None else f"; default {default}"
         engine.add_argument(
             "--" + name.replace("_", "-"),
             type=kind,
             default=default,
-            help=help_text + shown,
+            help=cli.with_default(help_text, default),
             metavar=kind.__name__.upper(),
         )
     engine.add_argument(
