@@ -260,23 +260,17 @@ def _lives(results: Result) -> Iterator[str]:
 
 
 def _starts(results: Result) -> Iterator[str]:
-    columns = (
-        "life",
-        "start-up s",
-        "waiting for measured programs s",
-        "others made meanwhile",
-        "measuring s",
-        "load s",
-    )
-    yield f"| {' | '.join(columns)} | steps | notes |"
+    yield "| life | start-up s | waiting for measured programs s | others made | measuring s | load s | steps | notes |"
     yield "|---|---|---|---|---|---|---|---|"
     for name in LIVES:
         life = _of(results, name)
         if "startup" in life:
-            seconds = [f"{life[key]:.1f}" for key in ("startup", "measured_programs_seconds", "measure_seconds")]
-            seconds.insert(2, str(life["other_programs"]))
+            startup, waited, measured = (
+                f"{life[key]:.1f}" for key in ("startup", "measured_programs_seconds", "measure_seconds")
+            )
             rest = [str(life.get(key, "-")) for key in ("serve_seconds", "steps")]
-            yield f"| {name} | {' | '.join([*seconds, *rest])} | {'; '.join(life['notes'])} |"
+            cells = [startup, waited, str(life["other_programs"]), measured, *rest]
+            yield f"| {name} | {' | '.join(cells)} | {'; '.join(life['notes'])} |"
 
 
 def _others(results: Result) -> Iterator[str]:

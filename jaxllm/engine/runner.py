@@ -113,11 +113,7 @@ class Runner:
         return self.memory_report.num_kvcache_blocks
 
     def _size(
-        self,
-        maker: ProgramMaker,
-        demand: CacheDemand,
-        devices: list[jax.Device],
-        times: StartupTimes,
+        self, maker: ProgramMaker, demand: CacheDemand, devices: list[jax.Device], times: StartupTimes
     ) -> MemoryReport:
         """How many blocks: measured with the largest programs, on a small cache that is gone afterwards."""
         spec, shapes = self.spec, largest(self.shapes)

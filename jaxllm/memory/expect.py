@@ -3,7 +3,6 @@
 Programs are made for one size of the cache. Those for the size that is expected can be made while weights are loaded.
 """
 
-import logging
 from collections.abc import Sequence
 
 import jax
@@ -13,8 +12,6 @@ from jaxllm.memory.device import read_settled
 from jaxllm.memory.report import ProgramReport
 from jaxllm.memory.sizing import CacheDemand, can_measure, demanded_size, gpu_budget, reserve_bytes, with_spare
 from jaxllm.memory.views import DeviceView
-
-logger = logging.getLogger(__name__)
 
 PREDICTION_ERROR = 0.2
 """How far the estimate of activations lies from what programs with the Pallas kernels need, at most (docs/memory.md).
